@@ -1,0 +1,139 @@
+"""Reference attention over INT2 pages, their BF16 copies and the tokens of the step: the specification.
+
+A query reads three kinds of tokens: INT2 rows and BF16 copies, both transformed (y), and, in a prefill, the step's
+own raw keys and values. With B the inverse transform, m the mean and a the softmax scale,
+
+    logit of a stored token   a (q B_K') . y_K + a q . m_K
+    logit of a raw token      a q . k
+    output                    (sum p y_V) B_V + (sum of those p) m_V + sum p v
+
+in one softmax; a soft cap acts on the whole logit. Kernels may drop a q . m_K where every token is a stored one.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, page_words
+from vllm_oscar.page_layout import KEY, VALUE, PageViews, unpack
+from vllm_oscar.quantizer import decode
+from vllm_oscar.rotation import Transform
+
+
+class StoredRows(NamedTuple):
+    """The stored tokens of one request, as a step reads them.
+
+    Attributes:
+        key, value: float32 (tokens, heads, D), transformed rows
+        hot: bool (tokens, heads), read from a BF16 copy
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    hot: torch.Tensor
+
+
+def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.device | None = None) -> torch.Tensor:
+    """Which of the first `tokens` tokens the contract lets a step read in BF16: j < S or j >= c + 1 - W.
+
+    Args:
+        tokens: stored tokens that the step reads
+        before: c, tokens of the request before the step
+    """
+    position = torch.arange(tokens, device=device)
+    return (position < sink) | (position >= before + 1 - window)
+
+
+def read_rows(
+    views: PageViews, pool: HotPool, table: SlotTable, blocks: torch.Tensor, tokens: int, before: int
+) -> StoredRows:
+    """Gather and decode the first `tokens` stored tokens of a request.
+
+    Args:
+        views: the layer's pages
+        pool, table: the layer's copies and which block has which
+        blocks: int64 (ceil(tokens / P),), physical blocks in order
+        before: tokens of the request before this step
+    """
+    meta = views.meta[blocks]  # (blocks, heads, P, 2, groups, 2)
+
+    def rows(which: int) -> torch.Tensor:
+        pair = meta[..., which, :, :]
+        return _token_major(decode(unpack(views.codes[which][blocks]), pair[..., 0], pair[..., 1]))[:tokens]
+
+    key, value = rows(KEY), rows(VALUE)
+
+    sink, window = table.limits.tolist()
+    slots = table.slot_of_block[blocks].long()
+    p = views.meta.shape[2]
+    wanted = in_contract(tokens, before, sink, window, key.device)
+    copied = (slots != NO_SLOT).repeat_interleave(p)[:tokens] & wanted
+    hot = torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
+    token = copied.nonzero()[:, 0]
+    if token.numel():
+        slot, offset = slots[token // p], token % p
+        agree = pool.words[slot, :, offset] == page_words(meta)[token // p, :, offset]
+        hot[token] = agree.all(-1)
+        kept = pool.rows[slot, :, :, offset].float()  # (tokens, heads, 2, D)
+        mask = hot[token][..., None]
+        key[token] = torch.where(mask, kept[:, :, KEY], key[token])
+        value[token] = torch.where(mask, kept[:, :, VALUE], value[token])
+    return StoredRows(key, value, hot)
+
+
+def _token_major(rows: torch.Tensor) -> torch.Tensor:
+    """(blocks, heads, P, D) -> (blocks * P, heads, D)."""
+    return rows.transpose(1, 2).flatten(0, 1)
+
+
+def attend(
+    query: torch.Tensor,
+    stored: StoredRows,
+    key_transform: Transform,
+    value_transform: Transform,
+    scale: float,
+    first_position: int,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+    soft_cap: float = 0.0,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """Attention of one request's queries.
+
+    Args:
+        query: (n, query heads, D), after RoPE; query i has position first_position + i
+        stored: tokens 0 .. len-1 of the request. Without `fresh` they include the step's own tokens.
+        scale: softmax scale
+        fresh: raw keys and values (n, KV heads, D) of the step's own tokens (a prefill), or None (a decode)
+        soft_cap: 0 for none, else logits become cap * tanh(logit / cap)
+        sliding_window: query at i sees only j > i - sliding_window
+
+    Returns:
+        float32 (n, query heads, D)
+    """
+    tokens, kv_heads, head_size = stored.key.shape
+    n, query_heads = query.shape[:2]
+    # query head h reads KV head h // (query_heads / kv_heads)
+    q = query.float().reshape(n, kv_heads, query_heads // kv_heads, head_size)
+    folded = torch.einsum("nhrd,hed->nhre", q, key_transform.inverse)
+    constant = torch.einsum("nhrd,hd->nhr", q, key_transform.mean)
+    logits = (torch.einsum("nhrd,jhd->nhrj", folded, stored.key) + constant[..., None]) * scale
+    positions = torch.arange(tokens, device=query.device)
+    if fresh is not None:
+        logits = torch.cat([logits, torch.einsum("nhrd,jhd->nhrj", q, fresh[0].float()) * scale], -1)
+        positions = torch.arange(tokens + n, device=query.device)
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    at = first_position + torch.arange(n, device=query.device)[:, None]
+    visible = positions <= at
+    if sliding_window is not None:
+        visible &= positions > at - sliding_window
+    logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
+    probability = logits.softmax(-1)
+
+    from_stored = probability[..., :tokens]
+    output = torch.einsum("nhrj,jhd->nhrd", from_stored, stored.value)
+    output = torch.einsum("nhrd,hde->nhre", output, value_transform.inverse)
+    output += from_stored.sum(-1, keepdim=True) * value_transform.mean[:, None]
+    if fresh is not None:
+        output += torch.einsum("nhrj,jhd->nhrd", probability[..., tokens:], fresh[1].float())
+    return output.reshape(n, query_heads, head_size)
