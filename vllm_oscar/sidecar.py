@@ -1,0 +1,559 @@
+"""The sidecar: one safetensors file with each layer's (mean, T), encoder and metric. docs/sidecar.md is the format.
+
+Everything a reader relies on is checked at load, in a fixed order: the file, its metadata, the model, names, dtypes,
+shapes, finiteness, and last the linear algebra. A `Sidecar` that exists is therefore usable.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+
+from vllm_oscar.errors import (
+    SidecarCorruptError,
+    SidecarError,
+    SidecarMismatchError,
+    SidecarNonFiniteError,
+    SidecarNotFoundError,
+    SidecarNotOrthogonalError,
+    SidecarShapeError,
+    SidecarSingularError,
+    UnsupportedError,
+)
+from vllm_oscar.rotation import MAX_CONDITION, grouped_hadamard
+
+FORMAT_VERSION = 1
+METADATA_KEY = "vllm_oscar"
+FILE_NAME = "oscar_rotations.safetensors"
+METHODS = ("aware", "reference", "hadamard")
+ORTHOGONAL_METHODS = ("reference", "hadamard")
+ENCODERS = ("ls", "metric", "minmax")
+GRANULARITIES = ("head", "layer")
+INVERSE_TOLERANCE = 1e-5  # of |T B - I|, largest element
+ORTHOGONAL_TOLERANCE = 1e-4  # of |T'T - I|, largest element; fp32 rotations stay below 1e-5
+METRIC_ASYMMETRY = 1e-5  # of |G - G'| relative to |G|, largest elements
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """What a calibration depends on in the model's configuration.
+
+    Attributes:
+        architecture: the configuration's model_type ("llama"); that of the text part where it is nested
+        num_layers, num_heads, num_kv_heads, head_size: of the decoder
+        rope: RoPE parameters, one flat dict, or one dict for each layer type where they differ
+    """
+
+    architecture: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rope: dict[str, Any]
+
+    @classmethod
+    def of(cls, hf_config: Any) -> "ModelFingerprint":
+        """Fingerprint of a transformers configuration.
+
+        Raises:
+            UnsupportedError: the configuration does not describe a decoder with uniform heads.
+        """
+        config = getattr(hf_config, "text_config", None) or hf_config
+        heads = getattr(config, "num_attention_heads", None)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if not isinstance(heads, int) or not isinstance(kv_heads, int):
+            raise UnsupportedError(
+                f"{type(config).__name__} does not state one number of heads for all layers; use --kv-cache-dtype auto"
+            )
+        return cls(
+            architecture=config.model_type,
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            rope=_normalised_rope(config),
+        )
+
+    def differences(self, other: "ModelFingerprint") -> list[str]:
+        """One line for each field that differs."""
+        mine, theirs = asdict(self), asdict(other)
+        return [f"{name}: {mine[name]!r} here, {theirs[name]!r} there" for name in mine if mine[name] != theirs[name]]
+
+
+def _normalised_rope(config: Any) -> dict[str, Any]:
+    """RoPE parameters in one form, whichever generation of transformers wrote the configuration."""
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        theta = getattr(config, "rope_theta", None)
+        parameters = {"rope_theta": theta, **(getattr(config, "rope_scaling", None) or {})}
+        local_theta = getattr(config, "rope_local_base_freq", None)
+        if local_theta is not None:  # Gemma-3: scaling is for the full-attention layers only
+            parameters = {"full_attention": parameters, "sliding_attention": {"rope_theta": local_theta}}
+    rotated_share = getattr(config, "partial_rotary_factor", None)
+
+    def flat(given: dict[str, Any]) -> dict[str, Any]:
+        kept = {
+            name: [float(v) for v in value] if isinstance(value, list | tuple) else value
+            for name, value in given.items()
+            # `type` is the old name of rope_type; the original length is filled in by some readers and not by others
+            if value is not None and name not in ("type", "original_max_position_embeddings")
+        }
+        kept["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+        kept.setdefault("partial_rotary_factor", rotated_share or 1.0)
+        return {name: float(v) if type(v) is int else v for name, v in sorted(kept.items())}
+
+    if all(isinstance(value, dict) for value in parameters.values()):
+        by_type = {name: flat(value) for name, value in sorted(parameters.items())}
+        first = next(iter(by_type.values()))
+        return first if all(value == first for value in by_type.values()) else by_type
+    return flat(parameters)
+
+
+@dataclass(frozen=True)
+class TensorCalibration:
+    """How the keys or the values of one layer are stored: y = (x - mean) transform, then `encoder`.
+
+    Attributes:
+        mean: float32 (heads, D)
+        transform: T, float32 (heads, D, D), per head also where the file holds one for all
+        encoder: "ls", "metric" or "minmax"
+        gain: decode-side stretch of each row about its mean code
+        clip: share of a row's magnitudes that `minmax` keeps exactly; 1: no clip
+        metric: G, float32 (heads, D, D), what the `metric` encoder minimises; None for the others
+        spectrum: float32 (heads, D), for inspection: eigenvalues of the covariance that T was made from
+    """
+
+    mean: torch.Tensor
+    transform: torch.Tensor
+    encoder: str
+    gain: float = 1.0
+    clip: float = 1.0
+    metric: torch.Tensor | None = None
+    spectrum: torch.Tensor | None = None
+
+    def shard(self, start: int, stop: int) -> "TensorCalibration":
+        """KV heads start to stop - 1."""
+
+        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[start:stop]
+
+        return replace(
+            self,
+            mean=self.mean[start:stop],
+            transform=self.transform[start:stop],
+            metric=part(self.metric),
+            spectrum=part(self.spectrum),
+        )
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The tensors that exist, by their name in the file."""
+        tensors = {"mean": self.mean, "transform": self.transform, "metric": self.metric, "spectrum": self.spectrum}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+@dataclass(frozen=True)
+class LayerCalibration:
+    """Keys and values of one layer."""
+
+    key: TensorCalibration
+    value: TensorCalibration
+
+    def shard(self, start: int, stop: int) -> "LayerCalibration":
+        """KV heads start to stop - 1, for one tensor-parallel rank."""
+        return LayerCalibration(self.key.shard(start, stop), self.value.shard(start, stop))
+
+
+@dataclass(frozen=True, eq=False)
+class Sidecar:
+    """A model's calibration.
+
+    Attributes:
+        layers: by the index in the layer's name
+        fingerprint: the model it was made for
+        method: "aware", "reference" or "hadamard"
+        group_size: channels that share a scale and an offset, as calibrated for
+        sink, window: BF16 tokens that calibration left out
+        per: "head" or "layer": whether KV heads have transforms of their own
+        absent: layers that are left out on purpose; every other one is in `layers`
+        metadata: how it was made (data digest, sequences, tokens, ...): informative, any JSON
+    """
+
+    layers: dict[int, LayerCalibration]
+    fingerprint: ModelFingerprint
+    method: str
+    group_size: int
+    sink: int
+    window: int
+    per: str = "head"
+    absent: tuple[int, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def hadamard(
+        cls, fingerprint: ModelFingerprint, group_size: int = 0, sink: int = 64, window: int = 256
+    ) -> "Sidecar":
+        """No calibration: m = 0 and a plain Hadamard matrix for every layer (group_size 0: the whole head)."""
+        heads, head_size = fingerprint.num_kv_heads, fingerprint.head_size
+        group_size = group_size or head_size
+        tensor = TensorCalibration(
+            mean=torch.zeros(heads, head_size),
+            transform=grouped_hadamard(head_size, group_size).float().expand(heads, -1, -1),
+            encoder="ls",
+        )
+        layers = {index: LayerCalibration(tensor, tensor) for index in range(fingerprint.num_layers)}
+        return cls(layers, fingerprint, "hadamard", group_size, sink, window, per="layer")
+
+    @classmethod
+    def load(cls, path: str | Path, expected: ModelFingerprint | None = None) -> "Sidecar":
+        """Read and validate a sidecar.
+
+        Args:
+            path: of the file
+            expected: the model it must have been made for; None: any
+
+        Raises:
+            SidecarError: a subclass that says what is wrong and what to do.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise SidecarNotFoundError(f"{path}: no such file")
+        try:
+            with safe_open(path, framework="pt") as file:
+                description = _Description.parse(file.metadata() or {})
+                if expected is not None:
+                    description.check_model(expected)
+                names = list(file.keys())
+                description.check_names(set(names))
+                # cloned: the file is memory-mapped, and may be replaced while we live
+                tensors = {name: file.get_tensor(name).clone() for name in names}
+            description.check_tensors(tensors)
+            _check_algebra(tensors, orthogonal=description.method in ORTHOGONAL_METHODS)
+        except SidecarError as error:
+            raise type(error)(f"{path}: {error}") from None
+        except (SafetensorError, OSError, ValueError) as error:
+            raise SidecarCorruptError(f"{path}: not a whole safetensors file ({error}); calibrate again") from error
+        with path.open("rb") as raw:
+            digest = hashlib.file_digest(raw, "sha256").hexdigest()
+        return description.sidecar(tensors, digest)
+
+    def save(self, path: str | Path) -> "Sidecar":
+        """Write to a temporary file, validate that by loading it, rename it; what was at `path` survives a failure.
+
+        Returns:
+            The sidecar as it was read back.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            with temporary.open("wb") as file:
+                file.write(self.serialised())
+                file.flush()
+                os.fsync(file.fileno())
+            written = Sidecar.load(temporary, self.fingerprint)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return written
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, hexadecimal, of the file (of what `save` would write, where there is no file)."""
+        return hashlib.sha256(self.serialised()).hexdigest()
+
+    def serialised(self) -> bytes:
+        """The file's content."""
+        tensors = {}
+        for index, letter, calibration in self._tensors():
+            for name, tensor in calibration.named().items():
+                shared = self.per == "layer" and name != "mean"
+                kept = tensor[:1] if shared else tensor
+                tensors[f"layers.{index}.{letter}.{name}"] = kept.detach().float().cpu().clone().contiguous()
+        description = {
+            "format_version": FORMAT_VERSION,
+            "method": self.method,
+            "per": self.per,
+            "group_size": self.group_size,
+            "sink": self.sink,
+            "window": self.window,
+            "fingerprint": asdict(self.fingerprint),
+            "absent_layers": list(self.absent),
+            "encoders": {
+                f"{index}.{letter}": {"encoder": c.encoder, "gain": c.gain, "clip": c.clip}
+                for index, letter, c in self._tensors()
+            },
+            "calibration": self.metadata,
+        }
+        return to_safetensors(tensors, {METADATA_KEY: json.dumps(description, sort_keys=True, allow_nan=False)})
+
+    def _tensors(self) -> Iterator[tuple[int, str, TensorCalibration]]:
+        for index, layer in sorted(self.layers.items()):
+            yield index, "k", layer.key
+            yield index, "v", layer.value
+
+
+@dataclass(frozen=True)
+class _Description:
+    """The metadata of a file: what `Sidecar` has besides tensors, and which tensors there must be."""
+
+    fingerprint: ModelFingerprint
+    method: str
+    per: str
+    group_size: int
+    sink: int
+    window: int
+    absent: tuple[int, ...]
+    encoders: dict[str, tuple[str, float, float]]  # "3.k" -> encoder, gain, clip
+    calibration: dict[str, Any]
+
+    @classmethod
+    def parse(cls, header: dict[str, str]) -> "_Description":
+        """From the safetensors metadata."""
+        if METADATA_KEY not in header:
+            raise SidecarCorruptError(f"no {METADATA_KEY!r} metadata; this is some other safetensors file")
+        try:
+            given = json.loads(header[METADATA_KEY])
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise SidecarCorruptError(f"the metadata is not JSON ({error}); calibrate again") from error
+        version = given.get("format_version") if isinstance(given, dict) else None
+        if version != FORMAT_VERSION:
+            raise SidecarCorruptError(
+                f"format version {version!r:.40}, not {FORMAT_VERSION}; calibrate again, or upgrade vllm-oscar"
+            )
+        model = _field(given, "fingerprint", dict)
+        fingerprint = ModelFingerprint(
+            architecture=_field(model, "architecture", str),
+            num_layers=_count(model, "num_layers", 1),
+            num_heads=_count(model, "num_heads", 1),
+            num_kv_heads=_count(model, "num_kv_heads", 1),
+            head_size=_count(model, "head_size", 1),
+            rope=_field(model, "rope", dict),
+        )
+        absent = tuple(_field(given, "absent_layers", list))
+        if any(type(i) is not int or not 0 <= i < fingerprint.num_layers for i in absent):
+            raise SidecarCorruptError("metadata: absent_layers must be layer numbers; calibrate again")
+        group_size = _count(given, "group_size", 1)
+        if fingerprint.head_size % group_size:
+            raise SidecarCorruptError(
+                f"metadata: group_size {group_size} does not divide the head size; calibrate again"
+            )
+        encoders = _field(given, "encoders", dict)
+        return cls(
+            fingerprint=fingerprint,
+            method=_choice(given, "method", METHODS),
+            per=_choice(given, "per", GRANULARITIES),
+            group_size=group_size,
+            sink=_count(given, "sink", 0),
+            window=_count(given, "window", 0),
+            absent=absent,
+            encoders={
+                tensor: (
+                    _choice(_field(encoders, tensor, dict), "encoder", ENCODERS),
+                    _number(encoders[tensor], "gain", 0.5, 2.0),
+                    _number(encoders[tensor], "clip", 0.5, 1.0),
+                )
+                for tensor in encoders
+            },
+            calibration=_field(given, "calibration", dict),
+        )
+
+    @property
+    def present(self) -> list[int]:
+        """The layers that have tensors."""
+        return [index for index in range(self.fingerprint.num_layers) if index not in self.absent]
+
+    def check_model(self, expected: ModelFingerprint) -> None:
+        """The file was made for this model."""
+        if differences := self.fingerprint.differences(expected):
+            raise SidecarMismatchError(
+                "made for another model: " + "; ".join(differences) + " (file, then model); calibrate this model"
+            )
+
+    def check_names(self, names: set[str]) -> None:
+        """Every tensor that is called for is there, and nothing else."""
+        tensors = {f"{index}.{letter}" for index in self.present for letter in "kv"}
+        if odd := sorted(tensors ^ self.encoders.keys()):
+            raise SidecarCorruptError(f"metadata: `encoders` and the layers disagree about {odd[0]}; calibrate again")
+        required = {f"layers.{tensor}.{kind}" for tensor in tensors for kind in ("mean", "transform")}
+        required |= {f"layers.{tensor}.metric" for tensor in tensors if self.encoders[tensor][0] == "metric"}
+        optional = {f"layers.{tensor}.spectrum" for tensor in tensors}
+        if missing := sorted(required - names):
+            raise SidecarCorruptError(f"tensor {missing[0]} is missing; calibrate again")
+        if unknown := sorted(names - required - optional):
+            raise SidecarCorruptError(f"unknown tensor {unknown[0]!r}; calibrate again, or upgrade vllm-oscar")
+
+    def check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Dtype, shape and finiteness of every tensor."""
+        heads, head_size = self.fingerprint.num_kv_heads, self.fingerprint.head_size
+        transforms = heads if self.per == "head" else 1
+        shapes = {
+            "mean": (heads, head_size),
+            "transform": (transforms, head_size, head_size),
+            "metric": (transforms, head_size, head_size),
+            "spectrum": (transforms, head_size),
+        }
+        for name, tensor in tensors.items():
+            shape = shapes[name.rpartition(".")[2]]
+            if tensor.dtype != torch.float32:
+                raise SidecarCorruptError(f"{name} is {tensor.dtype}, not float32; calibrate again")
+            if tensor.shape != shape:
+                raise SidecarShapeError(f"{name} has shape {tuple(tensor.shape)}, not {shape}; calibrate again")
+            if not torch.isfinite(tensor).all():
+                raise SidecarNonFiniteError(f"{name} holds NaN or infinity; calibrate again")
+
+    def sidecar(self, tensors: dict[str, torch.Tensor], digest: str) -> Sidecar:
+        """The sidecar, transforms expanded to one for each head."""
+        heads = self.fingerprint.num_kv_heads
+
+        def calibration(tensor: str) -> TensorCalibration:
+            encoder, gain, clip = self.encoders[tensor]
+            kinds = {
+                kind: tensors[name].expand(heads, *tensors[name].shape[1:])
+                for kind in ("mean", "transform", "metric", "spectrum")
+                if (name := f"layers.{tensor}.{kind}") in tensors
+            }
+            return TensorCalibration(encoder=encoder, gain=gain, clip=clip, **kinds)
+
+        loaded = Sidecar(
+            layers={i: LayerCalibration(calibration(f"{i}.k"), calibration(f"{i}.v")) for i in self.present},
+            fingerprint=self.fingerprint,
+            method=self.method,
+            group_size=self.group_size,
+            sink=self.sink,
+            window=self.window,
+            per=self.per,
+            absent=self.absent,
+            metadata=self.calibration,
+        )
+        loaded.__dict__["digest"] = digest  # fills the cached property
+        return loaded
+
+
+def _field(given: dict[str, Any], name: str, kind: type) -> Any:
+    value = given.get(name)
+    if type(value) is not kind:
+        raise SidecarCorruptError(f"metadata: {name} must be a {kind.__name__}, not {value!r:.80}; calibrate again")
+    return value
+
+
+def _count(given: dict[str, Any], name: str, low: int) -> int:
+    value: int = _field(given, name, int)
+    if not low <= value < 1 << 31:
+        raise SidecarCorruptError(f"metadata: {name} is {value}; calibrate again")
+    return value
+
+
+def _choice(given: dict[str, Any], name: str, choices: tuple[str, ...]) -> str:
+    value: str = _field(given, name, str)
+    if value not in choices:
+        raise SidecarCorruptError(f"metadata: {name} is {value!r:.80}, not one of {choices}; calibrate again")
+    return value
+
+
+def _number(given: dict[str, Any], name: str, low: float, high: float) -> float:
+    value: float = _field(given, name, float)
+    if not low <= value <= high:  # False for NaN
+        raise SidecarCorruptError(f"metadata: {name} is {value}, not within {low} to {high}; calibrate again")
+    return value
+
+
+def _check_algebra(tensors: dict[str, torch.Tensor], orthogonal: bool) -> None:
+    """Transforms can be inverted (or are orthogonal), metrics are positive definite. All tensors of a kind at once."""
+    names = [name for name in tensors if name.endswith(".transform")]
+    if names:
+        _check_transforms(names, torch.stack([tensors[name] for name in names]).double(), orthogonal)
+    names = [name for name in tensors if name.endswith(".metric")]
+    if names:
+        metrics = torch.stack([tensors[name] for name in names]).double()
+        asymmetry = (metrics - metrics.mT).abs().amax((-3, -2, -1)) / metrics.abs().amax((-3, -2, -1))
+        failed = torch.linalg.cholesky_ex(metrics).info.ne(0).any(-1)
+        for name, skew, indefinite in zip(names, asymmetry.tolist(), failed.tolist(), strict=True):
+            if not skew <= METRIC_ASYMMETRY or indefinite:
+                raise SidecarSingularError(f"{name} is not symmetric positive definite; calibrate again")
+
+
+def _check_transforms(names: list[str], transforms: torch.Tensor, orthogonal: bool) -> None:
+    """transforms: float64 (tensors, heads, D, D)."""
+    eye = torch.eye(transforms.shape[-1], dtype=torch.float64)
+    gram = transforms.mT @ transforms
+    if orthogonal:
+        for name, error in zip(names, (gram - eye).abs().amax((-3, -2, -1)).tolist(), strict=True):
+            if not error <= ORTHOGONAL_TOLERANCE:
+                raise SidecarNotOrthogonalError(
+                    f"{name} is not orthogonal (T'T is off by {error:.2g}); calibrate again"
+                )
+        return
+    inverse, info = torch.linalg.inv_ex(transforms)
+    error = (transforms @ inverse - eye).abs().amax((-2, -1))
+    # singular values are at most the root of |T'T|_F: mostly enough, and much cheaper than computing them
+    bound = (torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(inverse @ inverse.mT)).sqrt()
+    doubtful = ~(bound <= MAX_CONDITION)
+    bound[doubtful] = torch.linalg.cond(transforms[doubtful])
+    bad = (info != 0) | ~(error <= INVERSE_TOLERANCE) | ~(bound <= MAX_CONDITION)
+    for index, head in bad.nonzero().tolist():
+        raise SidecarSingularError(
+            f"{names[index]}, head {head}: not safely invertible (condition number {float(bound[index, head]):.3g}, "
+            f"at most {MAX_CONDITION:g}); calibrate again with more text"
+        )
+
+
+def find_sidecar(model: str, explicit: str | None = None) -> Path:
+    """The sidecar of a model: the explicit one, else the one in the model's folder, else the user's own.
+
+    Args:
+        model: folder or hub id of the model
+        explicit: path of a sidecar, folder that holds one, or hub id of a repository that does
+
+    Raises:
+        SidecarNotFoundError: says how to make one.
+    """
+    if explicit is not None:
+        path = Path(explicit)
+        if path.is_dir():
+            path = path / FILE_NAME
+        if path.is_file():
+            return path
+        if not path.exists() and _HUB_ID.fullmatch(explicit):
+            return _from_hub(explicit)
+        raise SidecarNotFoundError(f"{path}: no such sidecar. {_remedy(model)}")
+    candidates = (Path(model) / FILE_NAME, cached_path(model))
+    for path in candidates:
+        if path.is_file():
+            return path
+    tried = " and ".join(str(path) for path in candidates)
+    raise SidecarNotFoundError(f"no OSCAR sidecar for {model} (looked for {tried}). {_remedy(model)}")
+
+
+def cached_path(model: str) -> Path:
+    """Where the user's own sidecar for a model (folder or hub id) belongs."""
+    name = str(Path(model).resolve()) if Path(model).is_dir() else model
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vllm_oscar" / (re.sub(r"[^A-Za-z0-9._-]+", "--", name).strip("-.") + ".safetensors")
+
+
+def _remedy(model: str) -> str:
+    return (
+        f"Make one with: python -m vllm_oscar.calibrate {model} --out {cached_path(model)}  "
+        'or serve without calibration, at lower quality: --additional-config \'{"oscar": {"rotation": "hadamard"}}\''
+    )
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import hf_hub_download  # only where a hub id is given
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repository, FILE_NAME))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise SidecarNotFoundError(f"{FILE_NAME} cannot be fetched from {repository} on the hub: {error}") from error
