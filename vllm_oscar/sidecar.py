@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -468,6 +469,18 @@ def _number(given: dict[str, Any], name: str, low: float, high: float) -> float:
     return value
 
 
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """LAPACK on many small matrices: its own threads make that several times slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@single_threaded()
 def _check_algebra(tensors: dict[str, torch.Tensor], orthogonal: bool) -> None:
     """Transforms can be inverted (or are orthogonal), metrics are positive definite. All tensors of a kind at once."""
     names = [name for name in tensors if name.endswith(".transform")]
