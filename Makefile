@@ -1,0 +1,44 @@
+# make env | model | demo | test | lint | clean
+#
+# Everything lives in .venv and .model; stamp files make a second run instant. OSCAR_VENV=FOLDER uses an environment
+# that exists already.
+
+VENV := $(or $(OSCAR_VENV),.venv)
+PYTHON := $(VENV)/bin/python
+ENV := $(if $(OSCAR_VENV),,.venv/.stamp)
+MODEL := .model/SmolLM2-135M-Instruct
+SIDECAR := $(MODEL)/oscar_rotations.safetensors
+TEXT := .model/calibration.txt
+
+.PHONY: env model demo test lint clean
+
+env: $(ENV)
+
+.venv/.stamp: scripts/setup_env.sh scripts/requirements.txt pyproject.toml
+	scripts/setup_env.sh .venv
+	touch $@
+
+model: $(MODEL)/config.json
+
+$(MODEL)/config.json: | $(ENV)
+	$(PYTHON) examples/convert_smollm2.py $(MODEL)
+
+$(TEXT): examples/text.py | $(ENV)
+	$(PYTHON) examples/text.py calibration $@
+
+$(SIDECAR): | $(MODEL)/config.json $(TEXT)
+	$(PYTHON) -m vllm_oscar.calibrate $(MODEL) --data $(TEXT) --sequences 32 --out $@
+
+demo: $(SIDECAR)
+	$(PYTHON) examples/demo.py --model $(MODEL)
+
+lint: $(ENV)
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+test: lint
+	$(PYTHON) -m pytest
+
+clean:
+	rm -rf .venv .model build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
