@@ -28,7 +28,7 @@ class PageViews(NamedTuple):
     """Typed views of one layer's pages; writing to them writes the pages.
 
     Attributes:
-        codes: uint8 (2, blocks, heads, P, D/4), keys then values
+        codes: keys and values, each uint8 (blocks, heads, P, D/4)
         meta: float16 (blocks, heads, P, 2, groups, 2), the last axis being (scale, offset)
     """
 
@@ -123,7 +123,9 @@ class PageLayout:
         blocks, heads = pages.shape[:2]
         block_stride, head_stride = pages.stride()[:2]
         if pages.dtype != torch.uint8 or pages.stride(2) != 1 or pages.shape[2] < self.head_bytes:
-            raise ConfigError(f"pages must be uint8 (blocks, heads, >= {self.head_bytes}), got {pages.dtype} {tuple(pages.shape)}")
+            raise ConfigError(
+                f"pages must be uint8 (blocks, heads, >= {self.head_bytes}), got {pages.dtype} {tuple(pages.shape)}"
+            )
         start = pages.storage_offset()
 
         def codes(offset: int) -> torch.Tensor:
@@ -134,7 +136,7 @@ class PageLayout:
             )
 
         # the fp16 view needs strides in units of 2 bytes
-        half = torch.empty(0, dtype=torch.float16, device=pages.device).set_(pages.untyped_storage())  # type: ignore[call-overload]
+        half = torch.empty(0, dtype=torch.float16, device=pages.device).set_(pages.untyped_storage())
         meta = half.as_strided(
             (blocks, heads, self.block_size, 2, self.groups, 2),
             (block_stride // 2, head_stride // 2, self.meta_bytes // 2, self.groups * 2, 2, 1),
