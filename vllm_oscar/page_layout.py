@@ -119,6 +119,9 @@ class PageLayout:
         Args:
             pages: uint8 (blocks, heads, at least head_bytes), the last axis contiguous. Blocks and heads may be
                 padded or strided in any way that keeps ALIGNMENT: only strides are used, never the shape.
+
+        Raises:
+            ConfigError: the tensor is not of that form.
         """
         blocks, heads = pages.shape[:2]
         block_stride, head_stride = pages.stride()[:2]
@@ -127,6 +130,11 @@ class PageLayout:
                 f"pages must be uint8 (blocks, heads, >= {self.head_bytes}), got {pages.dtype} {tuple(pages.shape)}"
             )
         start = pages.storage_offset()
+        if any(distance % ALIGNMENT for distance in (start, block_stride, head_stride)):
+            raise ConfigError(
+                f"pages must lie at multiples of {ALIGNMENT} bytes, "
+                f"got offset {start} and strides {(block_stride, head_stride)}"
+            )
 
         def codes(offset: int) -> torch.Tensor:
             return pages.as_strided(

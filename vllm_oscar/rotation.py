@@ -86,7 +86,7 @@ def reference_rotation(covariance: torch.Tensor) -> torch.Tensor:
     """R = U H P for a symmetric covariance (..., D, D), U its eigenvectors in ascending order. float64."""
     order = covariance.shape[-1]
     eigenvectors = torch.linalg.eigh(covariance.double()).eigenvectors
-    return eigenvectors @ hadamard(order) @ bit_reversal_permutation(order)
+    return eigenvectors @ (hadamard(order) @ bit_reversal_permutation(order)).to(covariance.device)
 
 
 def matrix_power(symmetric: torch.Tensor, exponent: float) -> torch.Tensor:
@@ -106,7 +106,7 @@ def regularised(matrix: torch.Tensor, amount: float = 0.02) -> torch.Tensor:
     """matrix + amount * tr(matrix)/D * I."""
     order = matrix.shape[-1]
     mean_diagonal = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)
-    return matrix + amount * mean_diagonal[..., None, None] * torch.eye(order, dtype=matrix.dtype)
+    return matrix + amount * mean_diagonal[..., None, None] * torch.eye(order, dtype=matrix.dtype, device=matrix.device)
 
 
 def aware_transform(data: torch.Tensor, error: torch.Tensor, group_size: int) -> torch.Tensor:
@@ -124,7 +124,7 @@ def aware_transform(data: torch.Tensor, error: torch.Tensor, group_size: int) ->
     balance = geometric_mean(torch.linalg.inv(regularised(data)), regularised(error))
     root = matrix_power(balance, 0.25)
     eigenvectors = torch.linalg.eigh(root.mT @ data @ root).eigenvectors.flip(-1)
-    transform = root @ eigenvectors @ grouped_hadamard(order, group_size)
+    transform = root @ eigenvectors @ grouped_hadamard(order, group_size).to(data.device)
     return normalised(transform, data)
 
 

@@ -1,0 +1,125 @@
+"""One layer's cache: how its rows become pages and copies. The specification of the write kernel."""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_oscar.hot_pool import HotPool
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews, pack
+from vllm_oscar.quantizer import (
+    FP16_MAX,
+    MAX_VALUE_SCALE,
+    Encoded,
+    Metric,
+    encode_ls,
+    encode_metric,
+    encode_minmax,
+    sanitised,
+)
+from vllm_oscar.rotation import Transform
+from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
+
+
+@dataclass(frozen=True)
+class RowCodec:
+    """Keys' or values' way into the cache: y = (x - m) T, rounded to the pool's dtype, then encoded.
+
+    Attributes:
+        transform: (m, T, B)
+        encoder: "ls", "metric" or "minmax"
+        group_size: channels that share a scale and an offset
+        gain: decode-side stretch
+        clip: for `minmax`
+        max_scale: bound of the scale
+        metric: tables of the `metric` encoder
+    """
+
+    transform: Transform
+    encoder: str
+    group_size: int
+    gain: float
+    clip: float
+    max_scale: float
+    metric: Metric | None
+
+    @classmethod
+    def of(
+        cls, calibration: TensorCalibration, group_size: int, dtype: torch.dtype, max_scale: float, encoder: str | None
+    ) -> "RowCodec":
+        """Prepare a calibration for a run in `dtype`; `encoder` overrides the calibration's."""
+        encoder = encoder or calibration.encoder
+        return cls(
+            Transform.rounded(calibration.mean, calibration.transform, dtype),
+            encoder,
+            group_size,
+            calibration.gain,
+            calibration.clip,
+            max_scale,
+            Metric.of(calibration.metric) if encoder == "metric" and calibration.metric is not None else None,
+        )
+
+    def encode(self, y: torch.Tensor) -> Encoded:
+        """Rows y (tokens, heads, D) in the pool's dtype -> codes."""
+        if self.encoder == "metric":
+            assert self.metric is not None
+            return encode_metric(y, self.metric, self.group_size, self.gain, self.max_scale)
+        if self.encoder == "minmax":
+            return encode_minmax(y, self.group_size, self.clip, self.max_scale)
+        return encode_ls(y, self.group_size, self.gain, self.max_scale)
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """What one attention layer needs to write and read its cache."""
+
+    layout: PageLayout
+    key: RowCodec
+    value: RowCodec
+
+    @classmethod
+    def of(
+        cls, calibration: LayerCalibration, layout: PageLayout, dtype: torch.dtype, key_encoder: str | None = None
+    ) -> "CacheLayer":
+        """Prepare a layer of a sidecar for a run in `dtype`."""
+        return cls(
+            layout,
+            RowCodec.of(calibration.key, layout.group_size, dtype, FP16_MAX, key_encoder),
+            RowCodec.of(calibration.value, layout.group_size, dtype, MAX_VALUE_SCALE, None),
+        )
+
+    def write(
+        self,
+        views: PageViews,
+        pool: HotPool,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        hot_slot_mapping: torch.Tensor,
+    ) -> torch.Tensor:
+        """Store new tokens: every one as INT2, the hot ones in BF16 as well.
+
+        Args:
+            key, value: (tokens, heads, D), keys after RoPE
+            slot_mapping: int64 (tokens,), block * P + offset, or -1 for none
+            hot_slot_mapping: int64 (tokens,), slot * P + offset, or -1 for none
+
+        Returns:
+            int64 scalar, rows in which something was not representable
+        """
+        p = self.layout.block_size
+        stored = (slot_mapping >= 0).nonzero()[:, 0]
+        block, offset = slot_mapping[stored] // p, slot_mapping[stored] % p
+        hot_slot = hot_slot_mapping[stored]
+        hot = (hot_slot >= 0).nonzero()[:, 0]
+        slot, hot_offset = hot_slot[hot] // p, hot_slot[hot] % p
+        saturated = torch.zeros((), dtype=torch.int64, device=key.device)
+        for which, codec, rows in ((KEY, self.key, key), (VALUE, self.value, value)):
+            y = codec.transform.forward(rows[stored]).to(pool.rows.dtype)
+            encoded = codec.encode(y)
+            views.codes[which][block, :, offset] = pack(encoded.codes)
+            views.meta[block, :, offset, which] = torch.stack([encoded.scale, encoded.offset], -1)
+            pool.rows[slot, :, which, hot_offset] = sanitised(y[hot])[0].to(pool.rows.dtype)
+            saturated += encoded.saturated
+        written = views.meta[block[hot], :, offset[hot]]  # (hot tokens, heads, 2, groups, 2)
+        pool.words[slot, :, hot_offset] = written.contiguous().view(torch.int32).flatten(-3)
+        return saturated

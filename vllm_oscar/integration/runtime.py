@@ -1,0 +1,233 @@
+"""What the layers of one engine share: options, sidecar, size of the pool, slot tables, counters.
+
+There is one per model, made by its first layer and found by the others through vLLM's own table of layers, so that
+a process may hold several engines and nothing of ours is global.
+"""
+
+import dataclasses
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_oscar.config import OscarConfig
+from vllm_oscar.errors import ConfigError, UnsupportedError
+from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_oscar.integration.layer import OscarImpl
+
+logger = logging.getLogger("vllm.oscar")
+
+
+@dataclasses.dataclass
+class Counters:
+    """What happened so far, summed over layers, KV heads and tokens. Logged, see `OscarRuntime.report`.
+
+    Attributes:
+        int2_reads, bf16_reads: (query step, token, head) reads by kind; counted on the CPU platform
+        int2_sink_reads: of these, sinks whose copy was missing
+        saturated_rows: rows in which something was not representable
+    """
+
+    int2_reads: int = 0
+    bf16_reads: int = 0
+    int2_sink_reads: int = 0
+    saturated_rows: int = 0
+
+
+class OscarRuntime:
+    """Shared by the OSCAR layers of one model.
+
+    Raises:
+        UnsupportedError: something about the engine's configuration that we refuse; the message says what to use.
+        SidecarError: no usable sidecar.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig") -> None:
+        refuse_unsupported_engine(vllm_config)
+        self.vllm_config = vllm_config
+        self.config = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
+        self.sidecar = self._sidecar()
+        self.dtype: torch.dtype = vllm_config.model_config.dtype
+        self.pool_dtype = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
+        self.counters = Counters()
+        self.num_slots = 0  # of each layer's pool; known once every layer exists
+        self._tables: dict[str, SlotTable] = {}
+        self._reported = False
+
+    @classmethod
+    def shared(cls, vllm_config: "VllmConfig") -> "OscarRuntime":
+        """The runtime of the model that is being built."""
+        layers = oscar_impls(vllm_config)
+        return layers[0].runtime if layers else cls(vllm_config)
+
+    def _sidecar(self) -> Sidecar:
+        model = self.vllm_config.model_config
+        fingerprint = ModelFingerprint.of(model.hf_config)
+        if self.config.rotation == "hadamard":
+            logger.warning("serving without a calibration (rotation: hadamard); answers lose quality")
+            return Sidecar.hadamard(fingerprint)
+        path = find_sidecar(model.model, self.config.sidecar)
+        sidecar = Sidecar.load(path, fingerprint)
+        logger.info("OSCAR sidecar %s: method %s, digest %s", path, sidecar.method, sidecar.digest[:12])
+        if (self.config.sink, self.config.window) != (sidecar.sink, sidecar.window):
+            logger.info(
+                "sink %d and window %d differ from the calibration's %d and %d; quality is best where they agree",
+                self.config.sink,
+                self.config.window,
+                sidecar.sink,
+                sidecar.window,
+            )
+        return sidecar
+
+    def layout(self, head_size: int) -> PageLayout:
+        """Pages of a layer of this engine."""
+        return PageLayout(head_size, self.vllm_config.cache_config.block_size, self.sidecar.group_size)
+
+    def contract(self) -> HotContract:
+        return HotContract(self.config.sink, self.config.window, self.vllm_config.cache_config.block_size)
+
+    def calibration(self, index: int, num_kv_heads: int) -> LayerCalibration:
+        """This rank's KV heads of a layer."""
+        layer = self.sidecar.layers.get(index)
+        if layer is None:
+            raise UnsupportedError(
+                f"layer {index} has no calibration in the sidecar (a draft model's layer, or one left out): keep it in "
+                f"BF16 with --kv-cache-dtype-skip-layers {index}"
+            )
+        parallel = self.vllm_config.parallel_config
+        total, ranks = self.sidecar.fingerprint.num_kv_heads, parallel.tensor_parallel_size
+        rank = parallel.rank % ranks
+        # with fewer KV heads than ranks, neighbouring ranks hold copies of one head
+        start = rank * num_kv_heads if total >= ranks else rank * total // ranks
+        return layer.shard(start, start + num_kv_heads)
+
+    def plan_pool(self, device: torch.device) -> None:
+        """Decide how many slots every layer gets. Called by the first layer after the weights are loaded.
+
+        The pool is never larger than all requests can use, nor than its share of the memory left for the KV cache.
+
+        Raises:
+            ConfigError: the share does not hold the floor of `max_num_seqs` requests.
+        """
+        if self.num_slots:
+            return
+        contract = self.contract()
+        requests = self.vllm_config.scheduler_config.max_num_seqs
+        slot_bytes = sum(
+            HotPool.slot_bytes(layer.layout, layer.num_kv_heads, self.pool_dtype)
+            for layer in oscar_impls(self.vllm_config)
+            if layer.owns_cache
+        )
+        budget = int(self.config.pool_share * memory_for_cache(self.vllm_config, device))
+        affordable = budget // slot_bytes
+        wanted, floor = requests * contract.slots_per_request, requests * contract.floor_slots_per_request
+        self.num_slots = min(wanted, affordable)
+        if self.num_slots < floor:
+            raise ConfigError(
+                f"pool_share {self.config.pool_share} of the KV cache memory holds {affordable} BF16 blocks, but "
+                f"{requests} requests need at least {floor}: raise pool_share to {1.05 * floor * slot_bytes / max(budget, 1) * self.config.pool_share:.3f} "
+                "in the oscar options, or lower --max-num-seqs"
+            )
+        self.pool_bytes = self.num_slots * slot_bytes
+        cache = self.vllm_config.cache_config
+        if cache.kv_cache_memory_bytes is not None:
+            # an explicit size is not profiled, so the pool has to come out of it here
+            cache.kv_cache_memory_bytes -= self.pool_bytes
+        logger.info(
+            "OSCAR BF16 pool: %d blocks of %d tokens in each layer, %.2f GiB (%d requests with full windows)",
+            self.num_slots,
+            contract.block_size,
+            self.pool_bytes / 2**30,
+            self.num_slots // (contract.sink_blocks + contract.tail_blocks),
+        )
+
+    def table(self, layer_names: list[str], num_blocks: int, device: torch.device) -> SlotTable:
+        """The slot table of the KV-cache group that these layers belong to."""
+        name = layer_names[0]
+        table = self._tables.get(name)
+        if table is None or table.slot_of_block.shape[0] != num_blocks + 1:
+            table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device)
+            self._tables[name] = table
+        return table
+
+    def report(self) -> None:
+        """Log, once, that the engine degrades: the counters go on and are in the log line `log_counters` writes."""
+        shrunk = sum(int(table.shrunk_steps) for table in self._tables.values())
+        if shrunk and not self._reported:
+            self._reported = True
+            logger.warning(
+                "the running requests need more BF16 blocks than the pool has: their window is shrunk, evenly; "
+                "raise pool_share in the oscar options, or lower --max-num-seqs (%s)",
+                self.statistics(),
+            )
+
+    def statistics(self) -> dict[str, int]:
+        """All counters, read from the device."""
+        tables = self._tables.values()
+        return {
+            **dataclasses.asdict(self.counters),
+            "evicted_blocks": sum(int(table.evictions) for table in tables),
+            "shrunk_steps": sum(int(table.shrunk_steps) for table in tables),
+            "pool_bytes": self.pool_bytes,
+        }
+
+
+def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:
+    """The OSCAR layers built so far, in the order of the model."""
+    from vllm_oscar.integration.layer import OscarImpl
+
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), OscarImpl)]
+
+
+def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:
+    """Bytes that vLLM has left for the KV cache after the weights, before it profiles activations."""
+    cache = vllm_config.cache_config
+    if cache.kv_cache_memory_bytes is not None:
+        return cache.kv_cache_memory_bytes
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(cache.gpu_memory_utilization * total) - torch.cuda.memory_allocated(device)
+    import os
+
+    import psutil
+    from vllm.platforms import current_platform
+
+    total = current_platform.get_device_total_memory()
+    return int(cache.gpu_memory_utilization * total) - psutil.Process(os.getpid()).memory_info().rss
+
+
+def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
+    """Engine features that would give wrong answers with an INT2 cache. Refused at start-up."""
+
+    def refuse(condition: Any, what: str, instead: str) -> None:
+        if condition:
+            raise UnsupportedError(f"--kv-cache-dtype oscar does not support {what}; {instead}")
+
+    parallel = vllm_config.parallel_config
+    refuse(
+        parallel.decode_context_parallel_size > 1,
+        "decode context parallelism",
+        "leave --decode-context-parallel-size at 1 and use tensor parallelism",
+    )
+    refuse(
+        getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "prefill context parallelism",
+        "leave --prefill-context-parallel-size at 1 and use tensor parallelism",
+    )
+    refuse(
+        getattr(parallel, "enable_dbo", False),
+        "dual batch overlap",
+        "leave --enable-dbo out",
+    )
+    refuse(
+        getattr(vllm_config, "kv_transfer_config", None) is not None,
+        "KV connectors and offloading",
+        "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
+    )

