@@ -165,8 +165,7 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 def unpack(data: torch.Tensor) -> torch.Tensor:
     """Bytes uint8 (..., D/4) -> codes uint8 (..., D)."""
     shape = data.shape
-    pairs = data.reshape(*shape[:-1], shape[-1] // 2, 2).to(torch.int32)
-    words = pairs[..., 0] | (pairs[..., 1] << 8)
-    shift = 2 * torch.arange(8, device=data.device, dtype=torch.int32)
-    codes = (words[..., None, :] >> shift[:, None]) & 3
+    words = data.contiguous().view(torch.int16)
+    shift = 2 * torch.arange(8, device=data.device, dtype=torch.int16)
+    codes = (words[..., None, :] >> shift[:, None]) & 3  # the sign bits that an arithmetic shift brings are masked
     return codes.to(torch.uint8).reshape(*shape[:-1], shape[-1] * 4)
