@@ -59,7 +59,9 @@ def read_rows(
 
     def rows(which: int) -> torch.Tensor:
         pair = meta[..., which, :, :]
-        return _token_major(decode(unpack(views.codes[which][blocks]), pair[..., 0], pair[..., 1]))[:tokens]
+        decoded = decode(unpack(views.codes[which][blocks]), pair[..., 0], pair[..., 1])  # (blocks, heads, P, D)
+        # heads outermost in memory, as the products below read them
+        return decoded.transpose(0, 1).flatten(1, 2)[:, :tokens].transpose(0, 1)
 
     key, value = rows(KEY), rows(VALUE)
 
@@ -79,11 +81,6 @@ def read_rows(
         key[token] = torch.where(mask, kept[:, :, KEY], key[token])
         value[token] = torch.where(mask, kept[:, :, VALUE], value[token])
     return StoredRows(key, value, hot)
-
-
-def _token_major(rows: torch.Tensor) -> torch.Tensor:
-    """(blocks, heads, P, D) -> (blocks * P, heads, D)."""
-    return rows.transpose(1, 2).flatten(0, 1)
 
 
 def attend(
