@@ -244,9 +244,7 @@ class Sidecar:
             raise type(error)(f"{path}: {error}") from None
         except (SafetensorError, OSError, ValueError) as error:
             raise SidecarCorruptError(f"{path}: not a whole safetensors file ({error}); calibrate again") from error
-        with path.open("rb") as raw:
-            digest = hashlib.file_digest(raw, "sha256").hexdigest()
-        return description.sidecar(tensors, digest)
+        return description.sidecar(tensors, hashlib.sha256(path.read_bytes()).hexdigest())
 
     def save(self, path: str | Path) -> "Sidecar":
         """Write to a temporary file, validate that by loading it, rename it; what was at `path` survives a failure.

@@ -1,0 +1,1 @@
+"""Calibration: from a Hugging Face model and some text to a sidecar. `python -m vllm_oscar.calibrate --help`."""

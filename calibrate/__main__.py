@@ -1,0 +1,186 @@
+"""python -m vllm_oscar.calibrate MODEL [--data FILE] [--out FILE]: measure a model on text, write its sidecar."""
+
+import argparse
+import logging
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_oscar import __version__
+from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
+from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
+from vllm_oscar.calibrate.statistics import FarSet
+from vllm_oscar.calibrate.streaming import Model, State, collect
+from vllm_oscar.errors import ConfigError, OscarError, UnsupportedError
+from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.sidecar import ENCODERS, LayerCalibration, ModelFingerprint, Sidecar, cached_path
+
+logger = logging.getLogger("vllm_oscar.calibrate")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="oscar calibrate",
+        description="Measure a model on text and write the sidecar that OSCAR serves it with.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    p.add_argument("model", help="folder or hub id of a Hugging Face decoder")
+    p.add_argument("--data", help="text, .jsonl or .parquet file (rows with text, or chats with messages); "
+                   "without it: text that comes with Python")  # fmt: skip
+    p.add_argument("--out", type=Path, help="the sidecar; without it: where serving looks for it in the user's cache")
+    p.add_argument("--method", choices=("aware", "reference"), default="aware")
+    p.add_argument("--per", choices=("head", "layer"), default="head", help="a transform for each KV head, or for all")
+    p.add_argument("--sequences", type=int, default=512, help="at most; fewer where the text is shorter")
+    p.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    p.add_argument("--seed", type=int, default=0, help="which sequences of the text are taken")
+    p.add_argument("--sink", type=int, default=64, help="first tokens that serving keeps in BF16")
+    p.add_argument("--window", type=int, default=256, help="last tokens that serving keeps in BF16")
+    p.add_argument("--stride", type=int, default=4, help="aware: look at every n-th query")
+    p.add_argument("--group-size", type=int, default=0, help="channels that share a scale; 0: the whole head")
+    p.add_argument("--key-encoder", choices=ENCODERS, help="aware: metric; reference: minmax")
+    p.add_argument("--value-encoder", choices=("ls", "minmax"), help="aware: ls; reference: minmax")
+    p.add_argument("--key-gain", type=float, help="aware: 1.05 (ls keys: 1.1); reference: 1")
+    p.add_argument("--value-gain", type=float, help="aware: 1.1; reference: 1")
+    p.add_argument("--key-clip", type=float, default=KEY_CLIP, help="of minmax")
+    p.add_argument("--value-clip", type=float, default=VALUE_CLIP, help="of minmax")
+    p.add_argument("--value-target", choices=tuple(VALUE_TARGETS), default="weighted",
+                   help="reference: what values are rotated by")  # fmt: skip
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
+                   help="of the forward passes; auto: the checkpoint's, bfloat16 for float32")  # fmt: skip
+    p.add_argument("--no-resume", action="store_true", help="do not go on from a calibration that was killed")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    options = parser().parse_args(arguments)
+    try:
+        run(options)
+    except OscarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(options: argparse.Namespace) -> Sidecar:
+    """Calibrate as the command line says."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    out = options.out or cached_path(options.model)
+    fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(options.model))
+    layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes
+    recipe = Recipe.of(
+        options.method,
+        options.key_encoder,
+        options.value_encoder,
+        per=options.per,
+        group_size=layout.group_size,
+        value_target=options.value_target,
+        key_gain=options.key_gain,
+        value_gain=options.value_gain,
+        key_clip=options.key_clip,
+        value_clip=options.value_clip,
+    )
+    if options.sequences < 1 or options.length < 2 or options.stride < 1:
+        raise ConfigError("--sequences, --length and --stride must be positive")
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
+    logger.info("%d sequences of %d tokens from %s", *data.ids.shape, data.name)
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    state_folder = out.with_name(out.name + ".state")
+    with Model.opened(options.model, torch.device(options.device), dtype) as model:
+        sidecar = calibrate(
+            model, fingerprint, data, recipe, options.sink, options.window, options.stride, state_folder,
+            name=options.model, resume=not options.no_resume,
+        )  # fmt: skip
+    written = sidecar.save(out)
+    State.discard(state_folder)
+    logger.info("wrote %s (%s)\n%s", out, written.digest[:12], _peak_memory(torch.device(options.device)))
+    return written
+
+
+def calibrate(
+    model: Model,
+    fingerprint: ModelFingerprint,
+    data: Sequences,
+    recipe: Recipe,
+    sink: int,
+    window: int,
+    stride: int,
+    state_folder: Path,
+    name: str = "",
+    resume: bool = True,
+) -> Sidecar:
+    """A sidecar in memory; `state_folder` is left for the caller to remove once it is saved.
+
+    Raises:
+        ConfigError: no sequence is longer than sink + window, so that none reads INT2.
+    """
+    from tqdm import tqdm
+
+    length = data.ids.shape[1]
+    if length <= sink + window:
+        raise ConfigError(
+            f"sequences of {length} tokens never read INT2: take --length above sink + window = {sink + window}"
+        )
+    far = FarSet(sink, window, stride) if recipe.aware else None
+    job: dict[str, Any] = {
+        "version": __version__,
+        "model": name,
+        "fingerprint": vars(fingerprint),
+        "data": data.digest,
+        "far": vars(far) if far else None,
+        "dtype": str(next(model.decoder.parameters()).dtype),
+    }
+    state = State(state_folder, job, resume)
+    layers = len(model.layers)
+    with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
+        collect(model, data.ids, far, state, bar.update)
+    solved: dict[int, LayerCalibration] = {}
+    absent = []
+    for index in range(layers):
+        statistics = state.statistics(index)
+        if not statistics.tensors:
+            absent.append(index)
+            continue
+        heads, head_size = statistics.tensors["query_covariance"].shape[:2]
+        if (heads, head_size) != (fingerprint.num_kv_heads, fingerprint.head_size):
+            raise UnsupportedError(
+                f"layer {index} has {heads} KV heads of {head_size}, the configuration says otherwise"
+            )
+        solved[index], idle = solve(statistics, recipe)
+        for letter, which in idle.items():
+            if which:
+                logger.info("layer %d: plain Hadamard for %s of heads %s, as no INT2 token counts there",
+                            index, {"k": "keys", "v": "values"}[letter], which)  # fmt: skip
+    metadata = {
+        "data": data.name,
+        "data_digest": data.digest,
+        "sequences": len(data.ids),
+        "length": length,
+        "tokens": data.ids.numel(),
+        "stride": stride,
+        "value_target": recipe.value_target if recipe.method == "reference" else None,
+        "vllm_oscar": __version__,
+    }
+    return Sidecar(
+        solved, fingerprint, recipe.method, recipe.group_size, sink, window, recipe.per, tuple(absent), metadata
+    )
+
+
+def _peak_memory(device: torch.device) -> str:
+    peak = f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    if device.type == "cuda":
+        peak += f", {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB on the GPU"
+    return peak
+
+
+if __name__ == "__main__":
+    sys.exit(main())
