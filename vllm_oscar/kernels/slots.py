@@ -1,0 +1,321 @@
+# mypy: disable-error-code="no-untyped-def"
+"""SlotTable.allocate and SlotTable.hot_slot_mapping on the GPU, in two launches and one, without a sync.
+
+The first launch plans: its program 0 goes over the candidates of all requests several times (lowest rank of each
+block, how many blocks each rank adds, which have a slot), the others find out which slots still prove themselves.
+The second gives slots away: each slot counts the slots that go before it, and takes the missing block of that number.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_oscar.hot_pool import _UNNEEDED, HotPool, SlotTable
+from vllm_oscar.page_layout import PageLayout
+
+_FAR = tl.constexpr(_UNNEEDED)
+_NOBODY = tl.constexpr(2**31 - 1)
+_AGES = tl.constexpr(1 << 28)  # a slot's key is kind * _AGES + how recently it was needed
+_CANDIDATES = tl.constexpr(1024)  # that the planning program takes at a time
+_SLOTS = tl.constexpr(64)  # of one program, when slots are looked at
+_SCAN = tl.constexpr(256)  # slots compared with at a time
+_TOKENS = tl.constexpr(256)  # of one program of the mapping
+
+
+@dataclass(frozen=True)
+class SlotScratch:
+    """Buffers between the launches, for one table. Neutral between steps: the plan resets what it touched.
+
+    Attributes:
+        blocks: int32 (3, blocks + 1): lowest rank, first candidate, whether it is a sink
+        missing: int32 (2, slots): blocks that need a slot, and whether they are sinks
+        count: int32 (1,), how many are missing
+        keys: int32 (slots,), what decides who gives its slot away first
+        proven: uint8 (slots,)
+    """
+
+    blocks: torch.Tensor
+    missing: torch.Tensor
+    count: torch.Tensor
+    keys: torch.Tensor
+    proven: torch.Tensor
+
+    @classmethod
+    def of(cls, table: SlotTable) -> "SlotScratch":
+        device, slots = table.limits.device, table.num_slots
+        blocks = torch.empty((3, table.slot_of_block.shape[0]), dtype=torch.int32, device=device)
+        for row, neutral in zip(blocks, (_UNNEEDED, _NOBODY.value, 0), strict=True):
+            row.fill_(neutral)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(blocks, zeros(2, slots), zeros(1), zeros(slots), zeros(slots, dtype=torch.uint8))
+
+
+@triton.jit
+def _candidate(
+    i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """SlotTable._needs for candidates i: block, rank, is_sink. Rank _FAR where there is nothing to do."""
+    SINK_BLOCKS: tl.constexpr = (SINK + P - 1) // P
+    TAIL_BLOCKS: tl.constexpr = (WINDOW + P - 2) // P + 1
+    PER_REQUEST: tl.constexpr = SINK_BLOCKS + 2 * TAIL_BLOCKS
+    request = i // PER_REQUEST
+    k = i % PER_REQUEST
+    there = i < total
+    after = tl.load(seq_lens + request, mask=there, other=0)
+    query = tl.load(query_start_loc + request + 1, mask=there, other=0)
+    query -= tl.load(query_start_loc + request, mask=there, other=0)
+    before = after - query
+    tail = k - SINK_BLOCKS
+    end_of = tl.where(tail < TAIL_BLOCKS, before, after)
+    last = tl.where(end_of > 0, (end_of - 1) // P, -1)  # rounded down
+    logical = tl.where(k < SINK_BLOCKS, k, last - tail % TAIL_BLOCKS)
+    start = logical * P
+    end = start + P
+    exists = there & (logical >= 0) & (start < after)
+    is_sink = exists & (start < SINK)
+
+    reading = tl.where(start < before, before + 1 - tl.minimum(end - 1, before - 1), _FAR)
+    writing = tl.where(end > before, after + 1 - tl.minimum(end - 1, after - 1), _FAR)
+    reach = tl.minimum(reading, writing)
+    rank = tl.where(reach <= WINDOW, 1 + (reach + P - 2) // P, _FAR)
+    rank = tl.where(is_sink, 1, rank)
+    floor = is_sink & (logical == 0)
+    floor = floor | ((start < after) & (after <= end)) | ((query <= threshold) & (end > before))
+    rank = tl.where(floor, 0, rank)
+    column = tl.minimum(tl.maximum(logical, 0), columns - 1)
+    block = tl.load(block_table + request.to(tl.int64) * table_stride + column, mask=exists, other=0)
+    valid = exists & (block > 0) & (block < num_blocks)
+    return tl.where(valid, block, 0), tl.where(valid, rank, _FAR), is_sink & valid
+
+
+@triton.jit
+def _plan(
+    block_table, seq_lens, query_start_loc, slot_of_block, block_of_slot, last_step, is_sink, limits, shrunk_steps,
+    step_count, blocks, missing, count, keys, proven, pages, words,
+    total, table_stride, columns, num_blocks, num_slots, threshold, page_block, word_slot,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr, LEVELS: tl.constexpr, LEVELS_PAD: tl.constexpr,
+    WORDS: tl.constexpr, META: tl.constexpr,
+):  # fmt: skip
+    """grid (1 + slot tiles)."""
+    if tl.program_id(0) > 0:  # which slots match their page in at least one token; the first head stands for all
+        s = (tl.program_id(0) - 1) * _SLOTS + tl.arange(0, _SLOTS)
+        there = s < num_slots
+        block = tl.maximum(tl.load(block_of_slot + s, mask=there, other=0), 0).to(tl.int64)
+        token = tl.arange(0, P)
+        same = tl.full([_SLOTS, P], 1, tl.int32)
+        for word in tl.static_range(WORDS):
+            at = (pages + block * page_block + META).to(tl.pointer_type(tl.int32))
+            now = tl.load(at[:, None] + (token * WORDS + word)[None, :], mask=there[:, None], other=0)
+            at = words + s.to(tl.int64) * word_slot
+            then = tl.load(at[:, None] + (token * WORDS + word)[None, :], mask=there[:, None], other=0)
+            same = same & (now == then).to(tl.int32)
+        tl.store(proven + s, tl.max(same, 1).to(tl.uint8), mask=there)
+        return
+
+    step = tl.load(step_count) + 1
+    lowest = blocks
+    first = blocks + (num_blocks + 1)
+    sink_block = first + (num_blocks + 1)
+    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, _CANDIDATES)
+        block, rank, sink = _candidate(
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+        )  # fmt: skip
+        wanted = rank < _FAR
+        tl.atomic_min(lowest + block, rank, mask=wanted)
+        tl.atomic_min(first + block, i, mask=wanted)
+        tl.atomic_max(sink_block + block, 1, mask=sink)
+    tl.debug_barrier()
+
+    # blocks of each rank; what atomics wrote is read past the L1 cache
+    level = tl.arange(0, LEVELS_PAD)
+    blocks_of_rank = tl.zeros([LEVELS_PAD], tl.int32)
+    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, _CANDIDATES)
+        block, rank, sink = _candidate(
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+        )  # fmt: skip
+        distinct = (rank < _FAR) & (tl.load(first + block, cache_modifier=".cg") == i)
+        rank = tl.load(lowest + block, cache_modifier=".cg")
+        blocks_of_rank += tl.sum((distinct[:, None] & (rank[:, None] == level[None, :])).to(tl.int32), 0)
+    fits = (tl.cumsum(blocks_of_rank, 0) <= num_slots) & (level < LEVELS)
+    granted = tl.sum(fits.to(tl.int32), 0) - 1  # the last rank that fits
+    complete = granted == LEVELS - 1
+    window = tl.minimum(1 + tl.maximum(granted - 1, 0) * P, WINDOW)
+    tl.store(limits, tl.where(granted >= 1, SINK, SINK if SINK < P else P))
+    tl.store(limits + 1, tl.where(complete, WINDOW, window))
+    tl.store(shrunk_steps, tl.load(shrunk_steps) + tl.where(complete, 0, 1))
+    tl.store(step_count, step)
+
+    # needed blocks with a slot keep it, the others are listed in the candidates' order
+    listed = tl.zeros([], tl.int32)
+    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, _CANDIDATES)
+        block, rank, sink = _candidate(
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+        )  # fmt: skip
+        distinct = (rank < _FAR) & (tl.load(first + block, cache_modifier=".cg") == i)
+        needed = distinct & (tl.load(lowest + block, cache_modifier=".cg") <= granted)
+        sinks = tl.load(sink_block + block, cache_modifier=".cg")
+        slot = tl.load(slot_of_block + block, mask=needed, other=-1)
+        kept = slot >= 0
+        tl.store(last_step + slot, step, mask=kept)
+        tl.store(is_sink + slot, sinks.to(tl.uint8), mask=kept)
+        absent = needed & (slot < 0)
+        number = listed + tl.cumsum(absent.to(tl.int32), 0) - 1
+        tl.store(missing + number, block, mask=absent)
+        tl.store(missing + num_slots + number, sinks, mask=absent)
+        listed += tl.sum(absent.to(tl.int32), 0)
+    tl.store(count, listed)
+    tl.debug_barrier()
+
+    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, _CANDIDATES)
+        block, rank, sink = _candidate(
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+        )  # fmt: skip
+        wanted = rank < _FAR
+        tl.store(lowest + block, _FAR, mask=wanted)
+        tl.store(first + block, _NOBODY, mask=wanted)
+        tl.store(sink_block + block, 0, mask=wanted)
+    for base in tl.range(0, num_slots, _CANDIDATES, num_stages=1):
+        s = base + tl.arange(0, _CANDIDATES)
+        there = s < num_slots
+        used = tl.load(last_step + s, mask=there, other=0, cache_modifier=".cg")
+        sink = tl.load(is_sink + s, mask=there, other=0, cache_modifier=".cg") > 0
+        owned = tl.load(block_of_slot + s, mask=there, other=-1) >= 0
+        kind = tl.where(used == step, 4, tl.where(sink, 3, 2))
+        kind = tl.where(owned, kind, 0)
+        recent = tl.maximum(_AGES - 1 - (step - used), 0)
+        tl.store(keys + s, kind * _AGES + recent, mask=there)
+
+
+@triton.jit
+def _keys(s, num_slots, keys, proven):
+    """Keys of slots s: kind 0 free, 1 without proof, 2 window, 3 sink, 4 needed now; less goes first."""
+    there = s < num_slots
+    key = tl.load(keys + s, mask=there, other=5 * _AGES)
+    kind = key // _AGES
+    stale = (tl.load(proven + s, mask=there, other=1) == 0) & ((kind == 2) | (kind == 3))
+    return tl.where(stale, key - (kind - 1) * _AGES, key)
+
+
+@triton.jit
+def _assign(
+    slot_of_block, block_of_slot, last_step, is_sink, evictions, step_count, missing, count, keys, proven, num_slots
+):
+    """grid (slot tiles): the slot that k others go before takes the k-th missing block."""
+    wanted = tl.load(count)
+    if wanted == 0:
+        return
+    s = tl.program_id(0) * _SLOTS + tl.arange(0, _SLOTS)
+    key = _keys(s, num_slots, keys, proven)
+    if tl.min(key, 0) >= 4 * _AGES:
+        return
+    before = tl.zeros([_SLOTS], tl.int32)
+    for base in tl.range(0, num_slots, _SCAN):
+        other = base + tl.arange(0, _SCAN)
+        other_key = _keys(other, num_slots, keys, proven)
+        goes_first = other_key[None, :] < key[:, None]
+        goes_first = goes_first | ((other_key[None, :] == key[:, None]) & (other[None, :] < s[:, None]))
+        before += tl.sum(goes_first.to(tl.int32), 1)
+    taken = (before < wanted) & (s < num_slots)
+    block = tl.load(missing + before, mask=taken, other=0)
+    old = tl.load(block_of_slot + s, mask=taken, other=-1)
+    evicted = taken & (old >= 0)
+    tl.store(slot_of_block + old, -1, mask=evicted)
+    tl.store(slot_of_block + block, s, mask=taken)
+    tl.store(block_of_slot + s, block, mask=taken)
+    tl.store(last_step + s, tl.load(step_count), mask=taken)
+    tl.store(is_sink + s, tl.load(missing + num_slots + before, mask=taken, other=0).to(tl.uint8), mask=taken)
+    tl.atomic_add(evictions, tl.sum(evicted.to(tl.int64), 0))
+
+
+def allocate(
+    table: SlotTable,
+    scratch: SlotScratch,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    decode_threshold: int,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    pool: HotPool,
+) -> None:
+    """SlotTable.allocate, with `proven` from the pages and pool of one layer of the group."""
+    contract = table.contract
+    requests = seq_lens.shape[0]
+    slots = table.num_slots
+    levels = contract.depth + 2
+    is_sink = table.is_sink.view(torch.uint8)
+    _plan[(1 + triton.cdiv(slots, _SLOTS.value),)](
+        block_table, seq_lens, query_start_loc, table.slot_of_block, table.block_of_slot, table.last_step, is_sink,
+        table.limits, table.shrunk_steps, table.step, scratch.blocks, scratch.missing, scratch.count, scratch.keys,
+        scratch.proven, pages, pool.words,
+        requests * contract.slots_per_request, block_table.stride(0), block_table.shape[1],
+        table.slot_of_block.shape[0] - 1, slots, decode_threshold, pages.stride(0), pool.words.stride(0),
+        SINK=contract.sink, WINDOW=contract.window, P=contract.block_size, LEVELS=levels,
+        LEVELS_PAD=triton.next_power_of_2(levels), WORDS=2 * layout.groups, META=layout.meta_offset, num_warps=8,
+    )  # fmt: skip
+    _assign[(triton.cdiv(slots, _SLOTS.value),)](
+        table.slot_of_block, table.block_of_slot, table.last_step, is_sink, table.evictions, table.step,
+        scratch.missing, scratch.count, scratch.keys, scratch.proven, slots, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _hot_slot_mapping(
+    slot_mapping, query_start_loc, seq_lens, slot_of_block, limits, out, tokens, requests, threshold,
+    P: tl.constexpr, HALVINGS: tl.constexpr,
+):  # fmt: skip
+    """grid (token tiles)."""
+    t = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
+    there = t < tokens
+    low = tl.zeros([_TOKENS], tl.int32)  # the last request that starts at or before the token lies in [low, high)
+    high = tl.full([_TOKENS], 0, tl.int32) + requests
+    for _ in tl.static_range(HALVINGS):
+        middle = (low + high) // 2
+        starts = tl.load(query_start_loc + middle) <= t
+        low = tl.where(starts, middle, low)
+        high = tl.where(starts, high, tl.maximum(middle, low + 1))
+    start = tl.load(query_start_loc + low)
+    query = tl.load(query_start_loc + low + 1) - start
+    there = there & (t < start + query)
+    after = tl.load(seq_lens + low)
+    before = after - query
+    position = before + t - start
+    hot = (position < tl.load(limits)) | (position >= after + 1 - tl.load(limits + 1))
+    hot = hot | (query <= threshold)
+    place = tl.load(slot_mapping + t, mask=there, other=-1)
+    hot = hot & (place >= 0)
+    slot = tl.load(slot_of_block + place // P, mask=hot, other=-1)
+    tl.store(out + t, tl.where(hot & (slot >= 0), slot.to(tl.int64) * P + place % P, -1), mask=t < tokens)
+
+
+def hot_slot_mapping(
+    table: SlotTable,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    decode_threshold: int,
+    out: torch.Tensor,
+) -> None:
+    """SlotTable.hot_slot_mapping; positions follow from where each request's queries end.
+
+    Args:
+        slot_mapping: int64 (tokens,)
+        query_start_loc: int32 (requests + 1,); seq_lens: int32 (requests,), tokens after the step
+        decode_threshold: longest query that reads its own tokens from the pool
+        out: int64 (>= tokens,); the first `tokens` are written
+    """
+    tokens, requests = slot_mapping.shape[0], seq_lens.shape[0]
+    _hot_slot_mapping[(triton.cdiv(tokens, _TOKENS.value),)](
+        slot_mapping, query_start_loc, seq_lens, table.slot_of_block, table.limits, out, tokens, requests,
+        decode_threshold, P=table.contract.block_size, HALVINGS=requests.bit_length(), num_warps=4,
+    )  # fmt: skip
