@@ -1,0 +1,123 @@
+"""Decode attention against the reference: the cases, and how to run one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.synthetic import Cache, fill, reference
+from vllm_oscar.hot_pool import HotContract
+from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
+from vllm_oscar.kernels.segments import Segments, build_segments
+from vllm_oscar.page_layout import PageLayout
+
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the output, by norm, a query head
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode batch."""
+
+    head_size: int = 128
+    group_size: int = 0
+    block_size: int = 16
+    lengths: tuple[int, ...] = (1, 15, 16, 17, 33)
+    kv_heads: int = 1
+    ratio: int = 4
+    q_len: int = 1
+    sink: int = 4
+    window: int = 6
+    soft_cap: float = 0.0
+    sliding_window: int | None = None
+    dtype: torch.dtype = torch.bfloat16
+    order: str = "packed"
+
+    def __str__(self) -> str:
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
+        return " ".join(changed).replace("torch.", "") or "default"
+
+
+def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache, torch.Tensor]:
+    """Cache and queries of a case."""
+    layout = PageLayout(case.head_size, case.block_size, case.group_size)
+    contract = HotContract(case.sink, case.window, case.block_size)
+    cache = fill(layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device)
+    generator = torch.Generator(device=device).manual_seed(seed + 1)
+    shape = (len(case.lengths) * case.q_len, case.kv_heads * case.ratio, case.head_size)
+    return cache, (2 * torch.randn(shape, generator=generator, device=device)).to(case.dtype)
+
+
+def attend(case: Case, cache: Cache, query: torch.Tensor) -> torch.Tensor:
+    """What the kernels give, in NaN-poisoned memory."""
+    device = query.device
+    seqs, heads = len(case.lengths), case.kv_heads
+    programs = heads * column_tiles(case.q_len, case.ratio)[1]
+    segments = Segments.allocate(seqs + 3, programs, device).for_batch(seqs, programs)
+    build_segments(
+        cache.seq_lens, case.q_len, cache.table.limits, case.head_size, case.sliding_window, segments
+    )
+    workspace = DecodeWorkspace.allocate(cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device)
+    for tensor in (workspace.folded, workspace.sums, workspace.partial, workspace.lse):
+        tensor.fill_(float("nan"))
+    out = torch.full_like(query, float("nan"))
+    decode_attention(
+        query, cache.pages, cache.layout, cache.pool, cache.table, cache.block_table, cache.seq_lens, case.q_len,
+        segments, DecodeTables.of(cache.key, cache.value), case.head_size**-0.5, case.soft_cap, case.sliding_window,
+        workspace, out,
+    )  # fmt: skip
+    return out
+
+
+def error(case: Case, device: torch.device | str, seed: int = 0) -> float:
+    """Largest relative error of a query head's output; NaN if anything is."""
+    cache, query = inputs(case, device, seed)
+    out = attend(case, cache, query).double()
+    expected = reference(
+        cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window
+    ).double()
+    return ((out - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+
+
+def check(case: Case, device: torch.device) -> str:
+    """See verify_gpu."""
+    found = error(case, device)
+    assert found < TOLERANCE[case.dtype], f"relative error {found:.2e}"
+    return f"{found:.2e}"
+
+
+def gpu_cases() -> list[Case]:
+    """What verify_gpu runs."""
+    mixed = (1, 15, 16, 17, 33, 320, 1000, 4099)
+    long = (3000, 70, 1)
+    real = {"sink": 64, "window": 256}
+    cases = [
+        Case(head_size=d, group_size=g, block_size=p, lengths=mixed, kv_heads=2, ratio=r, dtype=dtype, **real)
+        for d, g, p, r, dtype in (
+            (128, 0, 16, 4, torch.bfloat16),
+            (128, 0, 64, 4, torch.float16),
+            (128, 64, 16, 8, torch.bfloat16),
+            (128, 32, 32, 5, torch.bfloat16),
+            (128, 0, 48, 1, torch.bfloat16),
+            (128, 0, 256, 16, torch.bfloat16),
+            (64, 0, 16, 3, torch.bfloat16),
+            (64, 0, 128, 8, torch.float16),
+            (64, 32, 64, 4, torch.bfloat16),
+            (64, 0, 16, 16, torch.bfloat16),
+            (80, 0, 16, 4, torch.bfloat16),
+            (96, 0, 64, 1, torch.float16),
+            (192, 0, 16, 8, torch.bfloat16),
+            (256, 0, 16, 8, torch.bfloat16),
+            (256, 0, 64, 16, torch.bfloat16),
+        )
+    ]
+    cases += [
+        Case(lengths=long, kv_heads=3, order="padded", sink=0, window=1),
+        Case(lengths=long, kv_heads=3, order="head-major", soft_cap=20.0, **real),
+        Case(head_size=64, lengths=long, kv_heads=2, soft_cap=20.0, sliding_window=500, **real),
+        Case(lengths=(*long, 0), kv_heads=2, sliding_window=300, **real),
+        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=4, **real),
+        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=8, sliding_window=600, **real),
+        Case(head_size=64, lengths=(3000, 70, 9), kv_heads=2, q_len=5, ratio=16, **real),
+        Case(lengths=(40000, 200, 900, 4000), kv_heads=8, block_size=64, **real),
+        Case(lengths=tuple(range(1, 1400, 7)), kv_heads=8, **real),
+    ]
+    return cases

@@ -1,0 +1,137 @@
+"""Random pages, copies and transforms, and what the reference makes of them: for tests and benchmarks of kernels.
+
+Whatever no token was written to holds bytes 0xFF, NaN in every float format.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_oscar import attention
+from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout, pack
+from vllm_oscar.quantizer import MAX_VALUE_SCALE, encode_ls
+from vllm_oscar.rotation import Transform
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A layer's stored tokens.
+
+    Attributes:
+        pages: uint8 (blocks, heads, head_bytes), possibly strided
+        block_table: int32 (sequences, blocks)
+        seq_lens: int32 (sequences,)
+        key, value: transforms
+    """
+
+    layout: PageLayout
+    pages: torch.Tensor
+    pool: HotPool
+    table: SlotTable
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    key: Transform
+    value: Transform
+
+
+def transform(heads: int, head_size: int, dtype: torch.dtype, generator: torch.Generator) -> Transform:
+    """A random transform that is not orthogonal, with a mean."""
+    device = generator.device
+    matrix = torch.randn(heads, head_size, head_size, generator=generator, device=device, dtype=torch.float64)
+    matrix = torch.linalg.qr(matrix).Q * torch.linspace(0.5, 2.0, head_size, device=device, dtype=torch.float64)
+    mean = torch.randn(heads, head_size, generator=generator, device=device)
+    return Transform.rounded(mean, matrix.float(), dtype)
+
+
+def strided_pages(layout: PageLayout, blocks: int, heads: int, order: str, device: torch.device) -> torch.Tensor:
+    """Pages full of 0xFF. order: 'packed', 'padded' (gaps after heads and blocks) or 'head-major'."""
+    size = layout.head_bytes
+    if order == "packed":
+        return torch.full((blocks, heads, size), 0xFF, dtype=torch.uint8, device=device)
+    if order == "padded":
+        whole = torch.full((blocks, heads + 1, size + 128), 0xFF, dtype=torch.uint8, device=device)
+        return whole[:, :heads, :size]
+    return torch.full((heads, blocks, size), 0xFF, dtype=torch.uint8, device=device).transpose(0, 1)
+
+
+def fill(
+    layout: PageLayout,
+    lengths: list[int],
+    heads: int,
+    dtype: torch.dtype,
+    contract: HotContract,
+    order: str = "packed",
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    copied: float = 0.8,
+) -> Cache:
+    """A cache of sequences in random blocks. Not every block has a slot, and not every row in a slot is proven:
+    unproven rows hold NaN, proven ones are there outside the contract too."""
+    device = torch.device(device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    p, d = layout.block_size, layout.head_size
+    widest = max(1, max(-(-length // p) for length in lengths))
+    blocks = 1 + sum(-(-length // p) for length in lengths)
+    pages = strided_pages(layout, blocks, heads, order, device)
+    views = layout.views(pages)
+
+    block_table = torch.zeros(len(lengths), widest + 1, dtype=torch.int32, device=device)
+    free = 1 + torch.randperm(blocks - 1, generator=generator, device=device).int()
+    taken = 0
+    table = SlotTable.empty(contract, blocks, max(1, blocks - 1), device)
+    pool = HotPool.allocate(layout, table.num_slots, heads, dtype, device)
+    pool.rows.view(torch.uint8).fill_(0xFF)
+    for index, length in enumerate(lengths):
+        count = -(-length // p)
+        if not count:
+            continue
+        own = free[taken : taken + count]
+        taken += count
+        block_table[index, :count] = own
+        rows = torch.randn(2, length, heads, d, generator=generator, device=device).to(dtype)
+        token = torch.arange(length, device=device)
+        at, off = own[token // p].long(), token % p
+        for which in (KEY, VALUE):
+            encoded = encode_ls(rows[which], layout.group_size, max_scale=MAX_VALUE_SCALE)
+            views.codes[which][at, :, off] = pack(encoded.codes)
+            views.meta[at, :, off, which] = torch.stack([encoded.scale, encoded.offset], -1)
+
+        slots = (own - 1).int()  # any injective choice
+        has = torch.rand(count, generator=generator, device=device) < copied
+        table.slot_of_block[own.long()] = torch.where(has, slots, -1)
+        slot = slots[token // p].long()
+        pool.rows[slot, :, :, off] = rows.transpose(0, 1).transpose(1, 2)
+        pool.words[slot, :, off] = page_words(views.meta[at])[torch.arange(length, device=device), :, off]
+        stale = torch.rand(length, heads, generator=generator, device=device) < 1 - copied
+        where = stale.nonzero()
+        word = torch.randint(0, 2 * layout.groups, (where.shape[0],), generator=generator, device=device)
+        pool.words[slot[where[:, 0]], where[:, 1], off[where[:, 0]], word] ^= 1
+        pool.rows[slot[where[:, 0]], where[:, 1], :, off[where[:, 0]]] = float("nan")
+    return Cache(
+        layout, pages, pool, table, block_table, torch.tensor(lengths, dtype=torch.int32, device=device),
+        transform(heads, d, dtype, generator), transform(heads, d, dtype, generator),
+    )  # fmt: skip
+
+
+def reference(
+    cache: Cache, query: torch.Tensor, q_len: int, scale: float, soft_cap: float, sliding_window: int | None
+) -> torch.Tensor:
+    """What a decode step must give, float32 (sequences * q_len, query heads, D); m_V for sequences of length 0."""
+    views = cache.layout.views(cache.pages)
+    ratio = query.shape[1] // cache.pages.shape[1]
+    parts = []
+    for index, length in enumerate(cache.seq_lens.tolist()):
+        own = query[index * q_len : (index + 1) * q_len]
+        if length == 0:
+            parts.append(cache.value.mean.repeat_interleave(ratio, 0).expand(q_len, -1, -1))
+            continue
+        blocks = cache.block_table[index, : -(-length // cache.layout.block_size)].long()
+        before = length - q_len
+        stored = attention.read_rows(views, cache.pool, cache.table, blocks, length, before)
+        parts.append(
+            attention.attend(
+                own, stored, cache.key, cache.value, scale, before, soft_cap=soft_cap, sliding_window=sliding_window
+            )
+        )
+    return torch.cat(parts)

@@ -1,0 +1,85 @@
+"""The decode kernels against `attention.attend`, in Triton's interpreter."""
+
+import pytest
+import torch
+from benchmarks.cases_decode import TOLERANCE, Case, error
+
+from vllm_oscar.kernels.segments import TILE, Segments, build_segments, granule
+
+pytestmark = pytest.mark.kernels
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(dtype=torch.float16, kv_heads=3, order="padded"),
+        Case(group_size=64, lengths=(17, 140), order="head-major", kv_heads=3),
+        Case(group_size=32, lengths=(33,), ratio=1, block_size=48),
+        Case(block_size=64, lengths=(200, 1, 0, 63)),
+        Case(head_size=64),
+        Case(head_size=64, group_size=32, lengths=(140, 33), ratio=3, block_size=64, kv_heads=3),
+        Case(head_size=80, lengths=(100, 17)),
+        Case(head_size=96, lengths=(100, 15)),
+        Case(head_size=192, lengths=(90, 16)),
+        Case(head_size=256, lengths=(90, 33)),
+        Case(lengths=(90, 33), ratio=16),
+        Case(lengths=(33, 16), sink=0, window=1),
+        Case(lengths=(90, 33), sink=64, window=256),
+        Case(lengths=(33, 160), soft_cap=5.0, dtype=torch.float16),
+        Case(lengths=(33, 160, 9), sliding_window=20),
+        Case(lengths=(200, 100), sliding_window=90, window=200, sink=64),
+        Case(head_size=64, lengths=(33, 160), sliding_window=20, soft_cap=5.0),
+        Case(lengths=(33, 3), q_len=3),
+        Case(lengths=(33, 100), q_len=5, ratio=8),
+        Case(head_size=64, lengths=(33, 2), q_len=2, sliding_window=10),
+    ],
+    ids=str,
+)
+def test_decode_matches_reference(case: Case) -> None:
+    assert error(case, "cpu") < TOLERANCE[case.dtype]
+
+
+@pytest.mark.parametrize("sliding_window", [None, 100])
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_segments_cover_every_token_once(head_size: int, q_len: int, sliding_window: int | None) -> None:
+    lengths = [5000, 0, 4, 63, 64, 65, 700, 20000]
+    sink, window = 64, 256
+    segments = Segments.allocate(20, 2, torch.device("cpu")).for_batch(len(lengths), 2)
+    build_segments(
+        torch.tensor(lengths, dtype=torch.int32), q_len, torch.tensor([sink, window], dtype=torch.int32), head_size,
+        sliding_window, segments,
+    )  # fmt: skip
+    rows = segments.table.tolist()
+    used = [row for row in rows if row[0] >= 0]
+    assert len(used) == segments.first[-1] <= len(rows)
+    for seq, length in enumerate(lengths):
+        own = rows[segments.first[seq] : segments.first[seq + 1]]
+        assert bool(own) == (length > 0)
+        if not own:
+            continue
+        first_seen = max(0, length - q_len + 1 - sliding_window) if sliding_window else 0
+        assert own[0][1] <= first_seen
+        assert own[-1][4] == length
+        for before, after in zip(own, own[1:], strict=False):
+            assert before[4] == after[1]
+        for number, lo, fast_lo, fast_hi, hi in own:
+            assert number == seq
+            assert lo <= fast_lo <= fast_hi <= hi
+            assert (fast_hi - fast_lo) % TILE == 0
+            assert (lo - fast_hi) % granule(head_size) == 0
+            if fast_lo < fast_hi:  # tokens that need no second look
+                assert fast_lo % TILE == 0
+                assert fast_lo >= sink
+                assert fast_hi <= length - q_len + 1 - window
+                assert sliding_window is None or fast_lo >= length - sliding_window
+
+
+def test_segments_are_balanced() -> None:
+    lengths = torch.tensor([128 * 1024] + [4096] * 7, dtype=torch.int32)
+    segments = Segments.allocate(8, 1, torch.device("cpu")).for_batch(8, 1)
+    build_segments(lengths, 1, torch.tensor([64, 256], dtype=torch.int32), 128, None, segments)
+    tokens = [row[4] - row[1] for row in segments.table.tolist() if row[0] == 0]
+    assert len(tokens) == segments.table.shape[0] - 7
+    assert max(tokens) - min(tokens[1:-1]) <= TILE

@@ -1,0 +1,420 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Decode attention over INT2 pages and their BF16 copies.
+
+Three launches: `fold` (queries), the kernel here (partials of segments), `merge` (output). One program reads one
+segment of one KV head with one warp. Everything is transposed: tokens, then channels, are the rows of the
+tensor-core tiles, the (query, head) pairs of the KV head are the columns.
+
+    scores   s = sum over bit positions J of unpack_J(key units [T, U]) . q_J [U, N]
+             logit = s * scale * factor + offset * (sum of q)
+    values   o_J [U, N] += unpack_J(value units [U, T]) . (p * scale)     and, aside, sum of p * offset
+
+The units of a row are one operand (D = 128: 16 units, 16 deep), so nothing is shuffled. At D = 64 two neighbouring
+tokens make one such row; the columns are then (parity of the token, pair) and the query is block-diagonal.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_oscar.hot_pool import HotPool, SlotTable
+from vllm_oscar.kernels.fold import fold_queries
+from vllm_oscar.kernels.merge import merge_segments
+from vllm_oscar.kernels.segments import FIELDS, TILE, Segments, granule, programs_per_wave
+from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack, weight_exponent
+from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.rotation import Transform
+
+_NEVER: tl.constexpr = tl.constexpr(1 << 30)  # position of a token that no query sees
+_HIDDEN: tl.constexpr = tl.constexpr(-1e30)  # its logit
+_STAGES = 5  # of the plain loop: the block-table load takes two of them
+
+
+@triton.jit
+def _spread(x, N: tl.constexpr, PARITIES: tl.constexpr):
+    """Per-token values [R, parities] -> something that broadcasts with [R, parities * N]."""
+    if PARITIES == 1:
+        return x
+    else:  # noqa: RET505  (Triton compiles what follows a return as well)
+        R: tl.constexpr = x.shape[0]
+        return tl.reshape(tl.broadcast_to(x[:, :, None], (R, PARITIES, N)), (R, PARITIES * N))
+
+
+@triton.jit
+def _visible(x, position, last, N: tl.constexpr, PARITIES: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
+    """Scores with those hidden that a column's query, at position `last`, does not see."""
+    at = _spread(position, N, PARITIES)
+    seen = at <= last[None, :]
+    if SLIDING_WINDOW:
+        seen = seen & (at > last[None, :] - SLIDING_WINDOW)
+    return tl.where(seen, x, _HIDDEN)
+
+
+@triton.jit
+def _softmax_step(x, m, total):
+    """Probabilities of a tile against the new maximum, and how much the old sums shrink. total is kept [8, C]."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    new = tl.maximum(m, tl.max(x, 0))
+    decay = tl.exp2(m - new)
+    p = tl.exp2(x - new[None, :])
+    total = total * decay[None, :] + tl.sum(tl.reshape(p, (R // 8, 8, C)), 0)
+    return p, decay, new, total
+
+
+@triton.jit
+def _capped(x, cap):
+    """cap * tanh(x / cap), all in units of log 2."""
+    return cap - 2.0 * cap / (tl.exp2(x * (2.8853900817779268 / cap)) + 1.0)
+
+
+@triton.jit
+def _plain_step(
+    pages16, pages32, key, value, meta, q, factor, sums, constant, cap, position, last, m, total, offsets, o,
+    N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """One tile of INT2 tokens. key, value: element offsets [R, UP], [UP, R]; meta: of the first word [R, parities]."""
+    R: tl.constexpr = key.shape[0]
+    C: tl.constexpr = PARITIES * N
+    IN_GROUP: tl.constexpr = POSITIONS // GROUPS
+    if UP == PARITIES * U:
+        k16 = tl.load(pages16 + key)
+        v16 = tl.load(pages16 + value)
+    else:
+        u = tl.arange(0, UP)
+        k16 = tl.load(pages16 + key, mask=(u < U)[None, :], other=0)
+        v16 = tl.load(pages16 + value, mask=(u < U)[:, None], other=0)
+
+    for g in tl.static_range(GROUPS):
+        s = tl.dot(unpack(k16, g * IN_GROUP), q[g * IN_GROUP])
+        for j in tl.static_range(1, IN_GROUP):
+            s = tl.dot(unpack(k16, g * IN_GROUP + j), q[g * IN_GROUP + j], s)
+        word = tl.load(pages32 + meta + g)
+        term = s * _spread(scale_of(word) * factor, N, PARITIES) + _spread(offset_of(word), N, PARITIES) * sums[g][None, :]
+        x = term if g == 0 else x + term  # noqa: F821
+    if CAPPED:
+        x = _capped(x + constant[None, :], cap)
+    if MASKED:
+        x = _visible(x, position, last, N, PARITIES, SLIDING_WINDOW)
+    p, decay, m, total = _softmax_step(x, m, total)
+
+    new_offsets = ()
+    new_o = ()
+    for g in tl.static_range(GROUPS):
+        word = tl.load(pages32 + meta + GROUPS + g)
+        if MASKED:  # a token that nobody sees may have anything here
+            word = tl.where(position < _NEVER, word, 0)
+        weighted = tl.reshape(p * _spread(offset_of(word), N, PARITIES), (R // 8, 8, C))
+        new_offsets = new_offsets + (offsets[g] * decay[None, :] + tl.sum(weighted, 0),)
+        ph = (p * _spread(scale_of(word) * 256.0, N, PARITIES)).to(tl.float16)
+        for j in tl.static_range(IN_GROUP):
+            scaled = o[g * IN_GROUP + j] * decay[None, :]
+            new_o = new_o + (tl.dot(unpack(v16, g * IN_GROUP + j), ph, scaled),)
+    return m, total, new_offsets, new_o
+
+
+@triton.jit
+def _copies_step(
+    rows, key, value, hot, q, factor, constant, cap, position, last, m, total, offsets, o,
+    N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr,
+):  # fmt: skip
+    """One granule of BF16 copies. key, value: element offsets [R, UP], [UP, R] of channel 0 of each unit."""
+    # rows that prove nothing may hold NaN, which not even a weight of zero would stop; fp16 has all bits of BF16,
+    # and transformed rows, normalised to unit variance, stay far inside its range
+    R: tl.constexpr = key.shape[0]
+    C: tl.constexpr = PARITIES * N
+    u = tl.arange(0, UP)
+    keep = hot & (u < PARITIES * U)[None, :]
+    keep_t = tl.trans(hot) & (u < PARITIES * U)[:, None]
+    # q_J carries 4^-(J mod 5): Horner's scheme over the exponents, largest first
+    s = tl.zeros([R, C], tl.float32)
+    for i in tl.static_range(4, -1, -1):
+        k = tl.where(keep, tl.load(rows + key + i * U), 0.0).to(tl.float16)
+        s = tl.dot(k, q[i], s * 4.0)
+        if i + 5 < POSITIONS:
+            k = tl.where(keep, tl.load(rows + key + (i + 5) * U), 0.0).to(tl.float16)
+            s = tl.dot(k, q[i + 5], s)
+    x = s * (factor * 5.9604644775390625e-08)  # 2^-24, which the codes have and the copies have not
+    if CAPPED:
+        x = _capped(x + constant[None, :], cap)
+    x = _visible(x, position, last, N, PARITIES, SLIDING_WINDOW)
+    p, decay, m, total = _softmax_step(x, m, total)
+    ph = (p * 256.0).to(tl.float16)
+    new_offsets = ()
+    for g in tl.static_range(GROUPS):
+        new_offsets = new_offsets + (offsets[g] * decay[None, :],)
+    new_o = ()
+    for j in tl.static_range(POSITIONS):
+        v = tl.where(keep_t, tl.load(rows + value + j * U), 0.0).to(tl.float16)
+        new_o = new_o + (o[j] * decay[None, :] + tl.dot(v, ph) * (4 ** (j % 5) / 16777216),)  # 4^i 2^-24
+    return m, total, new_offsets, new_o
+
+
+@triton.jit
+def _decode(
+    folded, sums_ptr, pages16, pages32, rows, words, slot_of_block, limits, block_table, seq_lens, segments,
+    partial, lse, cap, page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride,
+    words_slot_stride, words_head_stride, table_stride,
+    N: tl.constexpr, TILES: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr,
+    D: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr,
+    P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
+    place = tl.program_id(0)
+    segment = tl.program_id(1)
+    head = (place // TILES).to(tl.int64)
+    entry = segments + segment * COLUMNS
+    seq = tl.load(entry)
+    if seq < 0:
+        return
+    lo = tl.load(entry + 1)
+    fast_lo = tl.load(entry + 2)
+    fast_hi = tl.load(entry + 3)
+    hi = tl.load(entry + 4)
+    length = tl.load(seq_lens + seq)
+    sink = tl.load(limits)
+    recent = length - Q_LEN + 1 - tl.load(limits + 1)
+    table = block_table + seq.to(tl.int64) * table_stride
+
+    C: tl.constexpr = PARITIES * N
+    W: tl.constexpr = 2 * GROUPS  # words of a token
+    u = tl.arange(0, UP)
+    c = tl.arange(0, C)
+    par = tl.arange(0, PARITIES)
+    index = seq * tl.num_programs(0) + place
+    q = ()
+    for j in tl.static_range(POSITIONS):
+        at = folded + index.to(tl.int64) * (D * N) + (j * U + u % U)[:, None] * N + (c % N)[None, :]
+        kept = (u // U)[:, None] == (c // N)[None, :]
+        q = q + (tl.load(at, mask=kept, other=0.0),)
+    own = sums_ptr + index * (1 + N * (GROUPS + 1))
+    factor = tl.load(own)
+    sums = ()
+    for g in tl.static_range(GROUPS):
+        sums = sums + (tl.load(own + 1 + g * N + c % N),)
+    constant = tl.zeros([C], tl.float32)
+    if CAPPED:
+        constant = tl.load(own + 1 + GROUPS * N + c % N)
+    # the last token that a column's query sees
+    last = length - Q_LEN + ((place % TILES) * N + c % N) // RATIO
+
+    m = tl.full([C], _HIDDEN, tl.float32)
+    total = tl.zeros([8, C], tl.float32)
+    offsets = ()
+    for g in tl.static_range(GROUPS):
+        offsets = offsets + (tl.zeros([8, C], tl.float32),)
+    o = ()
+    for j in tl.static_range(POSITIONS):
+        o = o + (tl.zeros([UP, C], tl.float32),)
+
+    # whole tiles of plain INT2, no mask
+    r = tl.arange(0, T // PARITIES) * PARITIES
+    inside = (head * page_head_stride).to(tl.int64)
+    for t0 in tl.range(fast_lo, fast_hi, T, num_stages=STAGES):
+        if P % T == 0:  # one page
+            base = tl.load(table + t0 // P).to(tl.int64) * page_block_stride + inside
+            start = t0 % P
+            key = base * 2 + start * U + r[:, None] * U + u[None, :]
+            value = base * 2 + VALUE // 2 + start * U + r[None, :] * U + u[:, None]
+            meta = base + META // 4 + start * W + r[:, None] * W + par[None, :] * W
+        else:
+            base = tl.load(table + (t0 + r) // P).to(tl.int64) * page_block_stride + inside
+            off = (t0 + r) % P
+            key = (base * 2 + off * U)[:, None] + u[None, :]
+            value = (base * 2 + VALUE // 2 + off * U)[None, :] + u[:, None]
+            meta = (base + META // 4 + off * W)[:, None] + par[None, :] * W
+        m, total, offsets, o = _plain_step(
+            pages16, pages32, key, value, meta, q, factor, sums, constant, cap, 0, last, m, total, offsets, o,
+            N, PARITIES, GROUPS, CAPPED, False, SLIDING_WINDOW, U, UP,
+        )  # fmt: skip
+
+    # everything else, a granule at a time: each token from its copy or from its page
+    gr = tl.arange(0, G // PARITIES) * PARITIES
+    before = tl.cdiv(fast_lo - lo, G)
+    after = tl.cdiv(hi - fast_hi, G)
+    for i in tl.range(0, before + after):
+        t0 = tl.where(i < before, lo + i * G, fast_hi + (i - before) * G)
+        end = tl.where(i < before, fast_lo, hi)
+        token = (t0 + gr)[:, None] + par[None, :]
+        exists = token < end
+        block = tl.load(table + tl.minimum(t0 + gr, length - 1) // P)
+        base = block.to(tl.int64) * page_block_stride + inside
+        off = (t0 + gr) % P
+        meta = (base + META // 4 + off * W)[:, None] + par[None, :] * W
+        slot = tl.load(slot_of_block + block)
+        hot = exists & ((token < sink) | (token >= recent)) & (slot >= 0)[:, None]
+        slot = tl.maximum(slot, 0).to(tl.int64)
+        proof = (slot * words_slot_stride + head * words_head_stride + off * W)[:, None] + par[None, :] * W
+        for w in tl.static_range(W):
+            hot = hot & (tl.load(pages32 + meta + w) == tl.load(words + proof + w))
+
+        key = (base * 2 + off * U)[:, None] + u[None, :]
+        value = (base * 2 + VALUE // 2 + off * U)[None, :] + u[:, None]
+        m, total, offsets, o = _plain_step(
+            pages16, pages32, key, value, meta, q, factor, sums, constant, cap,
+            tl.where(exists & ~hot, token, _NEVER), last, m, total, offsets, o,
+            N, PARITIES, GROUPS, CAPPED, True, SLIDING_WINDOW, U, UP,
+        )  # fmt: skip
+        copy = slot * rows_slot_stride + head * rows_head_stride + off * D
+        inner = u // U % PARITIES * D + u % U
+        m, total, offsets, o = _copies_step(
+            rows, copy[:, None] + inner[None, :], (copy + P * D)[None, :] + inner[:, None], _spread(hot, U, PARITIES),
+            q, factor, constant, cap, tl.where(hot, token, _NEVER), last, m, total, offsets, o,
+            N, PARITIES, GROUPS, CAPPED, SLIDING_WINDOW, U, UP,
+        )  # fmt: skip
+
+    # normalise, undo the weights; at D = 64 join the two parities
+    sum_c = tl.sum(total, 0)
+    share = tl.full([C], 1.0, tl.float32)
+    top = m
+    sum_n = sum_c
+    if PARITIES == 2:
+        top = tl.max(tl.reshape(m, (2, N)), 0)
+        share = tl.exp2(m - tl.reshape(tl.broadcast_to(top[None, :], (2, N)), (C,)))
+        sum_n = tl.sum(tl.reshape(sum_c * share, (2, N)), 0)
+    sum_n = tl.maximum(sum_n, 1e-30)
+    n = tl.arange(0, N)
+    out = (segment.to(tl.int64) * tl.num_programs(0) + place) * N
+    for j in tl.static_range(POSITIONS):
+        offset = tl.sum(offsets[j // (POSITIONS // GROUPS)], 0)
+        y = o[j] * (65536.0 / 4 ** (j % 5))  # 2^24 of the denormals, 256 of the probabilities
+        if PARITIES == 2:
+            y = tl.where((u // U)[:, None] == (c // N)[None, :], y * share[None, :], 0.0)
+            y = tl.sum(tl.sum(tl.reshape(y, (2, U, 2, N)), 2), 0)
+            offset = tl.sum(tl.reshape(offset * share, (2, N)), 0)
+        y = (y + offset[None, :]) / sum_n[None, :]
+        v = tl.arange(0, UP // PARITIES)
+        tl.store(partial + out * D + (j * U + v)[:, None] * N + n[None, :], y, mask=(v < U)[:, None])
+    tl.store(lse + out + n, top + tl.log2(sum_n))
+
+
+@dataclass(frozen=True)
+class DecodeTables:
+    """A layer's matrices as the decode kernels read them, made once at load.
+
+    Attributes:
+        key_inverse: B_K, float32 (KV heads, D, D)
+        key_mean: m_K, float32 (KV heads, D)
+        value_inverse_t: B_V transposed, float32 (KV heads, D, D)
+        value_mean: m_V, float32 (KV heads, D)
+    """
+
+    key_inverse: torch.Tensor
+    key_mean: torch.Tensor
+    value_inverse_t: torch.Tensor
+    value_mean: torch.Tensor
+
+    @classmethod
+    def of(cls, key: Transform, value: Transform) -> "DecodeTables":
+        return cls(
+            key.inverse.contiguous(), key.mean.contiguous(), value.inverse.mT.contiguous(), value.mean.contiguous()
+        )
+
+
+def column_tiles(q_len: int, ratio: int) -> tuple[int, int]:
+    """(N, tiles) for the (query, head) pairs of one KV head: columns of a tile, and tiles."""
+    columns = q_len * ratio
+    n = 8 if columns <= 8 else 16
+    return n, triton.cdiv(columns, n)
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Intermediate results, shared by all layers of one shape. Contents do not outlive a call.
+
+    Attributes:
+        folded, sums: see `fold`
+        partial, lse: see `merge`
+    """
+
+    folded: torch.Tensor
+    sums: torch.Tensor
+    partial: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, layout: PageLayout, kv_heads: int, ratio: int, max_seqs: int, max_q_len: int, device: torch.device
+    ) -> "DecodeWorkspace":
+        """Room for decode batches of up to max_seqs sequences of up to max_q_len queries each.
+
+        Args:
+            ratio: query heads of a KV head
+        """
+        shapes = [column_tiles(q_len, ratio) for q_len in range(1, max_q_len + 1)]
+        columns = kv_heads * max(n * tiles for n, tiles in shapes)
+        partials = max(
+            max(max_seqs, programs_per_wave(device) // (kv_heads * tiles)) * kv_heads * tiles * n for n, tiles in shapes
+        )
+
+        def floats(size: int) -> torch.Tensor:
+            return torch.empty(size, dtype=torch.float32, device=device)
+
+        return cls(
+            folded=torch.empty(max_seqs * columns * layout.head_size, dtype=torch.float16, device=device),
+            sums=floats(max_seqs * columns * (layout.groups + 2)),
+            partial=floats(partials * layout.head_size),
+            lse=floats(partials),
+        )
+
+
+def decode_attention(
+    query: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    pool: HotPool,
+    table: SlotTable,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    q_len: int,
+    segments: Segments,
+    tables: DecodeTables,
+    scale: float,
+    soft_cap: float,
+    sliding_window: int | None,
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+) -> None:
+    """Attention of a decode batch, every token of it stored; the same semantics as `attention.attend`.
+
+    Three launches, no allocation, no sync. What changes from step to step is read from device tensors only.
+
+    Args:
+        query: BF16 or FP16 (sequences * q_len, query heads, D), after RoPE
+        pages: uint8 (blocks, KV heads, >= head_bytes), any block and head stride that is a multiple of 128
+        block_table: int32 (sequences, >= blocks of the longest)
+        seq_lens: int32 (sequences,), tokens after this step; 0 for padding, whose output is then m_V
+        q_len: queries of each sequence; query i sees its own token and everything before
+        segments: built by `build_segments` for this step, these sequences, q_len and sliding window
+        scale: softmax scale
+        soft_cap: 0 for none
+        out: like query
+    """
+    heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
+    n, tiles = column_tiles(q_len, ratio)
+    fold_queries(
+        query, tables.key_inverse, tables.key_mean, scale, q_len, layout.groups, (n, tiles), soft_cap > 0,
+        workspace.folded, workspace.sums,
+    )  # fmt: skip
+    words = pages[..., : layout.head_bytes]
+    parities = 2 if layout.head_size == 64 else 1
+    _decode[(heads * tiles, segments.table.shape[0])](
+        workspace.folded, workspace.sums, words.view(torch.int16), words.view(torch.int32),
+        pool.rows, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, segments.table,
+        workspace.partial, workspace.lse, soft_cap * 1.4426950408889634,
+        pages.stride(0) // 4, pages.stride(1) // 4, pool.rows.stride(0), pool.rows.stride(1),
+        pool.words.stride(0), pool.words.stride(1), block_table.stride(0),
+        N=n, TILES=tiles, RATIO=ratio, Q_LEN=q_len,
+        D=layout.head_size, U=layout.units, UP=triton.next_power_of_2(parities * layout.units), PARITIES=parities,
+        GROUPS=layout.groups, P=layout.block_size, VALUE=layout.value_codes_offset, META=layout.meta_offset,
+        SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
+        T=TILE, G=granule(layout.head_size), COLUMNS=FIELDS.value, STAGES=_STAGES, num_warps=1,
+    )  # fmt: skip
+    merge_segments(
+        workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out
+    )
