@@ -15,7 +15,7 @@ from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
 from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet
 from vllm_oscar.calibrate.streaming import Model, State, collect
-from vllm_oscar.errors import ConfigError, OscarError, UnsupportedError
+from vllm_oscar.errors import ConfigError, OscarError
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import ENCODERS, LayerCalibration, ModelFingerprint, Sidecar, cached_path
 
@@ -150,11 +150,6 @@ def calibrate(
         if not statistics.tensors:
             absent.append(index)
             continue
-        heads, head_size = statistics.tensors["query_covariance"].shape[:2]
-        if (heads, head_size) != (fingerprint.num_kv_heads, fingerprint.head_size):
-            raise UnsupportedError(
-                f"layer {index} has {heads} KV heads of {head_size}, the configuration says otherwise"
-            )
         solved[index], idle = solve(statistics, recipe)
         for letter, which in idle.items():
             if which:

@@ -14,7 +14,7 @@ from torch import nn
 from vllm_oscar.errors import UnsupportedError
 
 NAME = "vllm_oscar_calibration"  # of our attention function in the registry
-BLOCK_ELEMENTS = 1 << 25  # probabilities held at a time: 128 MiB in float32
+BLOCK_ELEMENTS = 1 << 21  # probabilities held at a time: 8 MiB in float32, what a CPU's cache holds
 OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
@@ -55,9 +55,8 @@ class Attention:
         """
         kv_heads, _, head_size = self.key.shape
         stop = int(rows[-1]) + 1
-        query = exact(self.query[:, rows]).reshape(kv_heads, -1, len(rows), head_size)
-        logits = query.flatten(1, 2) @ exact(self.key[:, :stop]).mT * self.scaling
-        logits = logits.view(kv_heads, -1, len(rows), stop)
+        query = (exact(self.query[:, rows]) * self.scaling).reshape(kv_heads, -1, head_size)
+        logits = (query @ exact(self.key[:, :stop]).mT).view(kv_heads, -1, len(rows), stop)
         slopes = logits.new_ones(())
         if self.softcap is not None:
             logits = (logits / self.softcap).tanh_()
@@ -67,7 +66,7 @@ class Attention:
             allowed = self.mask[rows, :stop]
         else:
             allowed = torch.arange(stop, device=rows.device) <= rows[:, None]
-        logits = logits.masked_fill_(~allowed, float("-inf"))
+        logits.masked_fill_(~allowed, float("-inf"))
         if self.sinks is None:
             return logits.softmax(-1), slopes
         sinks = exact(self.sinks).view(kv_heads, -1, 1, 1).expand(-1, -1, len(rows), 1)
@@ -162,7 +161,7 @@ def output_projection(attention: nn.Module, heads: int) -> torch.Tensor:
                 weight = _dense(module)
             return weight.detach().unflatten(1, (heads, -1)).transpose(0, 1)
     raise UnsupportedError(
-        f"{type(attention).__name__} has no output projection called one of {OUTPUT_PROJECTIONS}; please report the model"
+        f"{type(attention).__name__} has no output projection called one of {OUTPUT_PROJECTIONS}; please report it"
     )
 
 

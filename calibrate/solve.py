@@ -122,9 +122,7 @@ def _reference(covariance: torch.Tensor, recipe: Recipe, letter: str) -> TensorC
         covariance = covariance.mean(0, keepdim=True)
     rotation = reference_rotation(covariance)
     settings = recipe.settings(letter)
-    metric = (
-        unit_diagonal(rotation.mT @ regularised(covariance) @ rotation) if settings["encoder"] == "metric" else None
-    )
+    gram = unit_diagonal(rotation.mT @ regularised(covariance) @ rotation)
 
     def per_head(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float().expand(heads, *tensor.shape[1:])
@@ -132,7 +130,7 @@ def _reference(covariance: torch.Tensor, recipe: Recipe, letter: str) -> TensorC
     return TensorCalibration(
         mean=torch.zeros(heads, head_size),
         transform=per_head(rotation),
-        metric=None if metric is None else per_head(metric),
+        metric=per_head(gram) if settings["encoder"] == "metric" else None,
         spectrum=per_head(torch.linalg.eigvalsh(covariance)),
         **settings,
     )

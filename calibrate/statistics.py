@@ -34,9 +34,9 @@ class LayerStatistics:
     """Sums of one layer over all sequences.
 
     Attributes:
-        tensors: float64, by name. (heads, D, D): query_covariance, value_plain, value_weighted, value_output
-            (`reference`); key_error, key_second, value_error, value_second (`aware`). (heads, D): key_first,
-            value_first. (heads,): key_weight, value_weight. (): sequences.
+        tensors: float64, by name. `reference`: query_covariance, value_plain, value_weighted, value_output
+            (heads, D, D), sequences (). `aware`: key_error, key_second, value_error, value_second (heads, D, D),
+            key_first, value_first (heads, D), key_weight, value_weight (heads,).
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -47,10 +47,10 @@ class LayerStatistics:
         self.tensors[name] = self.tensors[name] + amount if name in self.tensors else amount
 
     def add(self, attention: Attention, far: FarSet | None) -> None:
-        """One sequence. far: also the sums of `aware`."""
-        self._add("sequences", torch.ones((), dtype=torch.float64))
-        self._add_reference(attention)
-        if far is not None:
+        """One sequence. far: the pairs for the sums of `aware`; None: the sums of `reference`."""
+        if far is None:
+            self._add_reference(attention)
+        else:
             self._add_aware(attention, far)
 
     def _add_reference(self, attention: Attention) -> None:
@@ -58,6 +58,7 @@ class LayerStatistics:
         key, value = attention.key.double(), attention.value.double()
         query = attention.query.double().reshape(kv_heads, -1, head_size)
         covariance = query.mT @ query / query.shape[1]
+        self._add("sequences", torch.ones((), dtype=torch.float64))
         self._add("query_covariance", covariance)
         self._add("value_plain", value.mT @ value / length)
         # with S the causal softmax of a query head, V'S'SV = (SV)'(SV): no T x T matrix is needed
@@ -73,11 +74,13 @@ class LayerStatistics:
         projection = exact(attention.projection)
         gram = (projection.mT @ projection).view(kv_heads, -1, head_size, head_size)  # M_r
         centre = exact(attention.value).mean(1, keepdim=True)  # v - o does not change, and cancels less
-        value = exact(attention.value) - centre
+        value = exact(attention.value)[:, None] - centre[:, None]
         output = exact(attention.output).reshape(kv_heads, -1, length, head_size) - centre[:, None]
         query = attention.query.reshape(kv_heads, -1, length, head_size)
-        weighted = value[:, None] @ gram  # (kv heads, group, T, D)
-        value_norm = (weighted * value[:, None]).sum(-1)  # v' M v
+        # (v - o)' M (v - o) = [-2 o, o'Mo, 1] [Mv, 1, v'Mv]': one product for each pair
+        left, right = output @ gram, value @ gram
+        left = torch.cat([-2 * output, (left * output).sum(-1, keepdim=True), torch.ones_like(output[..., :1])], -1)
+        right = torch.cat([right, torch.ones_like(right[..., :1]), (right * value).sum(-1, keepdim=True)], -1).mT
 
         key_weight = torch.zeros(kv_heads, length, dtype=torch.float64, device=device)  # sum of u over queries
         value_weight = torch.zeros_like(key_weight)  # sum of p^2
@@ -86,14 +89,10 @@ class LayerStatistics:
         for rows in attention.blocks(far.queries(length).to(device)):
             keys, pairs = far.pairs(rows)
             probabilities, slopes = attention.probabilities(rows)
-            squared = (probabilities[..., keys] * pairs).square()
-            out = output[:, :, rows]
-            cross = out @ weighted[:, :, keys].mT  # o' M v
-            out_norm = ((out @ gram) * out).sum(-1)  # o' M o
-            distance = (value_norm[:, :, None, keys] + out_norm[..., None] - 2 * cross).clamp_(min=0)
-            harm = squared * distance  # u
+            squared = probabilities[..., keys].square_().mul_(pairs)
+            harm = (left[:, :, rows] @ right[..., keys]).clamp_(min=0).mul_(squared)  # u
             if slopes.dim():
-                harm = harm * slopes[..., keys].square()
+                harm *= slopes[..., keys].square_()
             rows_query = query[:, :, rows].double().flatten(1, 2)
             key_error += (rows_query * harm.sum(-1).double().flatten(1)[..., None]).mT @ rows_query
             key_weight[:, keys] += harm.sum((1, 2)).double()

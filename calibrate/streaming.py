@@ -88,8 +88,8 @@ def _places(model: nn.Module, decoder: nn.Module, device: str, prefix: str = "")
 
 def _materialise(layer: nn.Module, device: torch.device) -> None:
     """Read a layer's parameters from where transformers left them, and take accelerate's hooks away."""
-    from accelerate.hooks import remove_hook_from_module
-    from accelerate.utils import align_module_device
+    from accelerate.hooks import remove_hook_from_module  # type: ignore[import-untyped]
+    from accelerate.utils import align_module_device  # type: ignore[import-untyped]
 
     for module in layer.modules():
         with align_module_device(module, device):
@@ -125,7 +125,7 @@ class HiddenStates:
 
     def write(self, index: int, states: torch.Tensor) -> None:
         """Keep (1, length, hidden) of one sequence."""
-        view = memoryview(states.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B")
+        view = memoryview(states.detach().cpu().contiguous().view(torch.uint8).numpy().data).cast("B")
         offset = index * self._bytes
         while view:
             count = os.pwrite(self._file, view, offset)
@@ -217,7 +217,9 @@ def collect(
         states.close()
         state.finish(-1)
     progress(state.done * len(ids))
-    model.decoder.get_input_embeddings().to("meta")  # not needed any more
+    for name, part in model.decoder.named_children():
+        if name != "layers":
+            part.to("meta")  # the embedding is not needed any more
     for number in range(state.done, len(model.layers)):
         statistics = LayerStatistics()
         source, target = state.hidden(number, shape, dtype), state.hidden(number + 1, shape, dtype)
@@ -244,13 +246,13 @@ def _record(model: Model, ids: torch.Tensor) -> tuple[list[Call], torch.Tensor]:
 
     forwards = [layer.forward for layer in model.layers]
     for layer in model.layers:
-        layer.forward = note  # type: ignore[method-assign]
+        layer.forward = note
     try:
         with capturing(model.decoder.config, _refuse):
             model.decoder(input_ids=ids.to(model.device), use_cache=False)
     finally:
         for layer, forward in zip(model.layers, forwards, strict=True):
-            layer.forward = forward  # type: ignore[method-assign]
+            layer.forward = forward
     return calls, inputs[0]
 
 
