@@ -8,7 +8,6 @@ PYTHON := $(VENV)/bin/python
 ENV := $(if $(OSCAR_VENV),,.venv/.stamp)
 MODEL := .model/SmolLM2-135M-Instruct
 SIDECAR := $(MODEL)/oscar_rotations.safetensors
-TEXT := .model/calibration.txt
 
 .PHONY: env model demo test lint clean
 
@@ -23,11 +22,8 @@ model: $(MODEL)/config.json
 $(MODEL)/config.json: | $(ENV)
 	$(PYTHON) examples/convert_smollm2.py $(MODEL)
 
-$(TEXT): examples/text.py | $(ENV)
-	$(PYTHON) examples/text.py calibration $@
-
-$(SIDECAR): | $(MODEL)/config.json $(TEXT)
-	$(PYTHON) -m vllm_oscar.calibrate $(MODEL) --data $(TEXT) --sequences 32 --out $@
+$(SIDECAR): | $(MODEL)/config.json
+	$(PYTHON) -m vllm_oscar.calibrate $(MODEL) --sequences 16 --out $@
 
 demo: $(SIDECAR)
 	$(PYTHON) examples/demo.py --model $(MODEL)

@@ -1,0 +1,50 @@
+"""The real model of the engine tests and a sidecar for it, each made once.
+
+OSCAR_TEST_MODEL (a model folder) and OSCAR_TEST_SIDECAR (a file) take their place.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODEL = ROOT / ".model" / "SmolLM2-135M-Instruct"
+SEQUENCES = 12  # of 2,048 tokens
+
+
+def run(*command: object) -> None:
+    """Run a command of this environment in the repository's root; its output is pytest's to show."""
+    subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
+
+
+def calibration_digest() -> str:
+    """Changes with the code that a sidecar's content depends on, so that no test reads a stale one."""
+    sources = [
+        *sorted((ROOT / "calibrate").glob("*.py")),
+        *(ROOT / "vllm_oscar" / f"{n}.py" for n in ("rotation", "sidecar")),
+    ]
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:12]
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    """Folder of SmolLM2-135M-Instruct in bfloat16: 30 layers, 9 query and 3 KV heads of size 64."""
+    if given := os.environ.get("OSCAR_TEST_MODEL"):
+        return Path(given)
+    run("examples/convert_smollm2.py", MODEL)
+    return MODEL
+
+
+@pytest.fixture(scope="session")
+def sidecar_path(model_path: Path) -> Path:
+    """The default calibration of `model_path` on 12 sequences, beside it."""
+    if given := os.environ.get("OSCAR_TEST_SIDECAR"):
+        return Path(given)
+    sidecar = model_path.with_name(f"{model_path.name}.{SEQUENCES}-sequences.{calibration_digest()}.safetensors")
+    if not sidecar.exists():
+        run("-m", "vllm_oscar.calibrate", model_path, "--sequences", SEQUENCES, "--out", sidecar)
+    return sidecar
