@@ -7,7 +7,7 @@ VENV := $(or $(OSCAR_VENV),.venv)
 PYTHON := $(VENV)/bin/python
 ENV := $(if $(OSCAR_VENV),,.venv/.stamp)
 MODEL := .model/SmolLM2-135M-Instruct
-SIDECAR := $(MODEL)/oscar_rotations.safetensors
+SIDECAR := $(MODEL)/oscar/rotations.safetensors
 
 .PHONY: env model demo test lint clean
 

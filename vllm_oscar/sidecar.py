@@ -34,7 +34,7 @@ from vllm_oscar.rotation import MAX_CONDITION, grouped_hadamard
 
 FORMAT_VERSION = 1
 METADATA_KEY = "vllm_oscar"
-FILE_NAME = "oscar_rotations.safetensors"
+FILE_NAME = "oscar/rotations.safetensors"  # a folder of its own: vLLM loads every *.safetensors file as weights
 METHODS = ("aware", "reference", "hadamard")
 ORTHOGONAL_METHODS = ("reference", "hadamard")
 ENCODERS = ("ls", "metric", "minmax")

@@ -413,6 +413,7 @@ def test_look_up_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached.parent.mkdir(parents=True)
     cached.touch()
     assert find_sidecar(str(model)) == cached
+    (model / FILE_NAME).parent.mkdir()
     (model / FILE_NAME).touch()
     assert find_sidecar(str(model)) == model / FILE_NAME
     explicit = tmp_path / "mine.safetensors"
