@@ -44,7 +44,9 @@ class OscarConfig:
                 raise ConfigError(f"oscar option {text}")
 
         check(self.sidecar is None or isinstance(self.sidecar, str), f"sidecar: {self.sidecar!r} is no path or repo id")
-        check(self.rotation in ("calibrated", "hadamard"), f"rotation: {self.rotation!r}; use 'calibrated' or 'hadamard'")
+        check(
+            self.rotation in ("calibrated", "hadamard"), f"rotation: {self.rotation!r}; use 'calibrated' or 'hadamard'"
+        )
         check(_is_int(self.sink) and self.sink >= 0, f"sink: {self.sink!r} is no number of tokens (0 or more)")
         check(_is_int(self.window) and self.window >= 1, f"window: {self.window!r} is no number of tokens (1 or more)")
         check(

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionBackend, AttentionType, MultipleOf
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, AttentionType, MultipleOf
 
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.integration.seams import DTYPE
@@ -11,7 +12,6 @@ from vllm_oscar.page_layout import HEAD_SIZES
 
 if TYPE_CHECKING:
     from vllm_oscar.integration.layer import OscarImpl
-    from vllm_oscar.integration.metadata import OscarMetadataBuilder
 
 
 class OscarBackend(AttentionBackend):
@@ -30,15 +30,23 @@ class OscarBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls() -> type["OscarImpl"]:
-        from vllm_oscar.integration.layer import OscarImpl
+        if current_platform.is_cpu():
+            from vllm_oscar.integration.cpu import CpuImpl
 
-        return OscarImpl
+            return CpuImpl
+        from vllm_oscar.integration.cuda import CudaImpl
+
+        return CudaImpl
 
     @staticmethod
-    def get_builder_cls() -> type["OscarMetadataBuilder"]:
-        from vllm_oscar.integration.metadata import OscarMetadataBuilder
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        if current_platform.is_cpu():
+            from vllm_oscar.integration.cpu import CpuMetadataBuilder
 
-        return OscarMetadataBuilder
+            return CpuMetadataBuilder
+        from vllm_oscar.integration.cuda import CudaMetadataBuilder
+
+        return CudaMetadataBuilder
 
     @staticmethod
     def get_kv_cache_shape(
@@ -75,6 +83,11 @@ def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
         if condition:
             raise UnsupportedError(f"--kv-cache-dtype {DTYPE} does not support {what}; {instead}")
 
+    refuse(
+        not (current_platform.is_cpu() or current_platform.is_cuda()),
+        f"the platform {current_platform.device_name}",
+        "use NVIDIA GPUs or the CPU build",
+    )
     refuse(selected_backend is not None, f"another attention backend ({selected_backend})", "leave it out")
     refuse(selector.use_mla, "MLA models")
     refuse(getattr(selector, "use_sparse", False), "sparse attention")

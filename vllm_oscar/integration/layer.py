@@ -1,4 +1,4 @@
-"""The attention layer: writes a step's tokens, then reads the cache, through vLLM's own `Attention` module."""
+"""The attention layer, as far as CPU and GPU share it: what vLLM hands over, what is loaded, how pages are viewed."""
 
 from typing import Any
 
@@ -7,19 +7,22 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-from vllm_oscar.attention import attend, read_rows
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.hot_pool import HotPool
-from vllm_oscar.integration.metadata import OscarMetadata
 from vllm_oscar.integration.runtime import OscarRuntime
-from vllm_oscar.page_layout import PageViews
 
 
-class OscarImpl(AttentionImpl[OscarMetadata]):
-    """One layer of the CPU platform: the torch reference, request by request.
+class OscarImpl(AttentionImpl[Any]):
+    """One layer. Subclasses add `forward`. The constructor's signature is vLLM's.
 
-    The constructor's signature is vLLM's.
+    Attributes:
+        layout: of the layer's pages
+        cache_layer: (m, T, B) and the encoders, once the weights are loaded
+        pool: the layer's BF16 copies, likewise
+
+    Raises:
+        UnsupportedError: the layer needs something that an INT2 cache does not have.
     """
 
     def __init__(
@@ -38,10 +41,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
     ) -> None:
         if alibi_slopes is not None:
             raise UnsupportedError("--kv-cache-dtype oscar does not support ALiBi; use --kv-cache-dtype auto")
-        if any(value is not None for value in extra.values()):
-            raise UnsupportedError(
-                f"--kv-cache-dtype oscar does not support attention with {sorted(extra)}; use --kv-cache-dtype auto"
-            )
+        given = sorted(name for name, value in extra.items() if value is not None)
+        if given:
+            raise UnsupportedError(f"--kv-cache-dtype oscar does not support {given}; use --kv-cache-dtype auto")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -50,15 +52,15 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         self.soft_cap = logits_soft_cap or 0.0
         self.kv_cache_dtype = kv_cache_dtype
         self.target_name = kv_sharing_target_layer_name
-        self.target: OscarImpl
         self.vllm_config = get_current_vllm_config()
         self.runtime = OscarRuntime.shared(self.vllm_config)
         self.layout = self.runtime.layout(head_size)
-        self.cache_layer: CacheLayer
-        self.pool: HotPool
+        self.target: OscarImpl | None = None
         self.is_shared = False  # whether a later layer reads this one's keys and values
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # this step's raw rows, kept for such a layer
-        self._views: tuple[int, PageViews] | None = None
+        self.cache_layer: CacheLayer
+        self.pool: HotPool
+        self._pages: tuple[int, torch.Tensor] | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -76,8 +78,8 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
         name, module = next((n, layer) for n, layer in layers.items() if getattr(layer, "impl", None) is self)
         if self.target_name is not None:
             target = layers[self.target_name].impl
-            self.cache_layer, self.pool = target.cache_layer, target.pool
-            self.target, target.is_shared = target, True
+            target.is_shared = True
+            self.target, self.cache_layer, self.pool = target, target.cache_layer, target.pool
             return
         device = module._k_scale.device
         self.runtime.plan_pool(device)
@@ -87,9 +89,9 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
         )
 
-    def views(self, kv_cache: torch.Tensor) -> PageViews:
-        """Typed views of vLLM's tensor uint8 (blocks, heads, P, bytes), whatever its block and head strides."""
-        if self._views is None or self._views[0] != kv_cache.data_ptr():
+    def pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """vLLM's tensor uint8 (blocks, heads, P, bytes) as (blocks, heads, head_bytes), with its own strides."""
+        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
             blocks, heads, tokens, width = kv_cache.shape
             if tokens != self.layout.block_size or width != self.token_bytes or kv_cache.stride(2) != width:
                 raise UnsupportedError(
@@ -100,85 +102,15 @@ class OscarImpl(AttentionImpl[OscarMetadata]):
             pages = kv_cache.as_strided(
                 (blocks, heads, tokens * width), (kv_cache.stride(0), kv_cache.stride(1), 1), kv_cache.storage_offset()
             )
-            self._views = kv_cache.data_ptr(), self.layout.views(pages)
-        return self._views[1]
+            self._pages = kv_cache.data_ptr(), pages
+        return self._pages[1]
 
-    def forward(
-        self,
-        layer: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: OscarMetadata | None,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention of a step's tokens.
-
-        Args:
-            query: (tokens, query heads, D), after RoPE
-            key, value: (tokens, KV heads, D)
-            output: (tokens, query heads * D) or (tokens, query heads, D), written in place
-        """
-        assert output is not None and output_scale is None and output_block_scale is None
-        if attn_metadata is None:  # vLLM's profiling run
-            return output.zero_()
-        step = attn_metadata
-        views = self.views(kv_cache)
-        n = step.num_tokens
-        query = query[:n].view(n, self.num_heads, self.head_size)
-        result = output[:n].view(n, self.num_heads, self.head_size)
-        if self.owns_cache:
-            key, value = (t[:n].view(n, self.num_kv_heads, self.head_size) for t in (key, value))
-            self.fresh = (key, value) if self.is_shared else None
-            saturated = self.cache_layer.write(
-                views, self.pool, key, value, step.slot_mapping, step.hot_slot_mapping
-            )
-            self.runtime.counters.saturated_rows += int(saturated)
-        else:
+    def step_rows(self, key: torch.Tensor, value: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """This step's raw keys and values (tokens, KV heads, D): the layer's own, or those of the layer it shares."""
+        if self.target is not None:
             assert self.target.fresh is not None
-            key, value = self.target.fresh
-        for request, after in enumerate(step.seq_lens_cpu):
-            start, end = step.query_start_loc_cpu[request : request + 2]
-            if end > start:
-                rows = slice(start, end)
-                result[rows] = self._attend(views, step, request, after, query[rows], key[rows], value[rows])
-        return output
-
-    def _attend(
-        self,
-        views: PageViews,
-        step: OscarMetadata,
-        request: int,
-        after: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        before = after - query.shape[0]
-        decodes = query.shape[0] <= step.decode_threshold
-        tokens = after if decodes else before
-        blocks = step.block_table[request, : -(-tokens // self.layout.block_size)].long()
-        stored = read_rows(views, self.pool, step.table, blocks, tokens, before)
-        self._count(stored.hot)
-        return attend(
-            query,
-            stored,
-            self.cache_layer.key.transform,
-            self.cache_layer.value.transform,
-            self.scale,
-            first_position=before,
-            fresh=None if decodes else (key, value),
-            soft_cap=self.soft_cap,
-            sliding_window=self.sliding_window,
-        ).to(query.dtype)
-
-    def _count(self, hot: torch.Tensor) -> None:
-        counters = self.runtime.counters
-        bf16 = int(hot.sum())
-        counters.bf16_reads += bf16
-        counters.int2_reads += hot.numel() - bf16
-        sinks = hot[: self.runtime.config.sink]
-        counters.int2_sink_reads += sinks.numel() - int(sinks.sum())
+            return self.target.fresh
+        shape = (tokens, self.num_kv_heads, self.head_size)
+        rows = key[:tokens].view(shape), value[:tokens].view(shape)
+        self.fresh = rows if self.is_shared else None
+        return rows

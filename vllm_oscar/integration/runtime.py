@@ -24,20 +24,34 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.oscar")
 
 
-@dataclasses.dataclass
+_WATCH_EVERY = 64  # steps between two looks at the counters on the device
+
+
 class Counters:
-    """What happened so far, summed over layers, KV heads and tokens. Logged, see `OscarRuntime.report`.
+    """What happened so far, summed over layers, KV heads and tokens.
+
+    vLLM's metrics live in the front end and these counts are made in the workers, so they go to the worker's log: a
+    warning when the engine starts to degrade, and `OscarRuntime.statistics` for those who ask.
 
     Attributes:
-        int2_reads, bf16_reads: (query step, token, head) reads by kind; counted on the CPU platform
-        int2_sink_reads: of these, sinks whose copy was missing
-        saturated_rows: rows in which something was not representable
+        int2_reads, bf16_reads: reads of stored tokens by kind; counted on the CPU platform
+        int2_sink_reads: reads of sinks whose copy is missing; likewise
+        saturated_rows: int64 (1,) on the device, rows in which something was not representable
     """
 
-    int2_reads: int = 0
-    bf16_reads: int = 0
-    int2_sink_reads: int = 0
-    saturated_rows: int = 0
+    def __init__(self) -> None:
+        self.int2_reads = 0
+        self.bf16_reads = 0
+        self.int2_sink_reads = 0
+        self.saturated_rows = torch.zeros(1, dtype=torch.int64)
+
+    def count_reads(self, hot: torch.Tensor, sink: int) -> None:
+        """Count the reads of one request and layer; hot: bool (tokens, heads)."""
+        bf16 = int(hot.sum())
+        self.bf16_reads += bf16
+        self.int2_reads += hot.numel() - bf16
+        sinks = hot[:sink]
+        self.int2_sink_reads += sinks.numel() - int(sinks.sum())
 
 
 class OscarRuntime:
@@ -56,9 +70,15 @@ class OscarRuntime:
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.pool_dtype = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
         self.counters = Counters()
+        speculative = vllm_config.speculative_config
+        # queries up to this length read their own tokens from the pool like any other
+        self.decode_threshold = 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
         self.num_slots = 0  # of each layer's pool; known once every layer exists
+        self.pool_bytes = 0
         self._tables: dict[str, SlotTable] = {}
-        self._reported = False
+        self._watched = 0
+        self._pending: tuple[torch.Tensor, torch.Event | None] | None = None
+        self._warned: set[str] = set()
 
     @classmethod
     def shared(cls, vllm_config: "VllmConfig") -> "OscarRuntime":
@@ -156,26 +176,52 @@ class OscarRuntime:
             self._tables[name] = table
         return table
 
-    def report(self) -> None:
-        """Log, once, that the engine degrades: the counters go on and are in the log line `log_counters` writes."""
-        shrunk = sum(int(table.shrunk_steps) for table in self._tables.values())
-        if shrunk and not self._reported:
-            self._reported = True
-            logger.warning(
-                "the running requests need more BF16 blocks than the pool has: their window is shrunk, evenly; "
-                "raise pool_share in the oscar options, or lower --max-num-seqs (%s)",
-                self.statistics(),
-            )
+    def watch(self, table: SlotTable) -> None:
+        """Warn, once for each reason, when the engine degrades. Called every step; looks at the device's counters
+        now and then, without waiting for it."""
+        self._watched += 1
+        if self._pending is not None:
+            counts, event = self._pending
+            if event is None or event.query():
+                self._pending = None
+                self._warn("shrunk", int(counts[0]), _SHRUNK)
+                self._warn("saturated", int(counts[1]), _SATURATED)
+        if self._pending is None and self._watched % _WATCH_EVERY == 1:
+            counts = torch.cat([table.shrunk_steps, self.counters.saturated_rows.to(table.shrunk_steps.device)])
+            event = None
+            if counts.is_cuda:
+                counts = counts.to("cpu", non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            self._pending = counts, event
+
+    def _warn(self, reason: str, count: int, text: str) -> None:
+        if count and reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning(text, count)
 
     def statistics(self) -> dict[str, int]:
         """All counters, read from the device."""
-        tables = self._tables.values()
+        counters, tables = self.counters, self._tables.values()
         return {
-            **dataclasses.asdict(self.counters),
+            "int2_reads": counters.int2_reads,
+            "bf16_reads": counters.bf16_reads,
+            "int2_sink_reads": counters.int2_sink_reads,
+            "saturated_rows": int(counters.saturated_rows),
             "evicted_blocks": sum(int(table.evictions) for table in tables),
             "shrunk_steps": sum(int(table.shrunk_steps) for table in tables),
             "pool_bytes": self.pool_bytes,
         }
+
+
+_SHRUNK = (
+    "the running requests need more BF16 blocks than the OSCAR pool has: the window was shrunk, evenly, in %d steps; "
+    "raise pool_share in the oscar options, or lower --max-num-seqs"
+)
+_SATURATED = (
+    "%d key or value rows held NaN, infinity or a range that fp16 scales cannot represent, and were saturated; "
+    "check the model in BF16, or calibrate on text like yours"
+)
 
 
 def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:

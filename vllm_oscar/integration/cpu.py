@@ -1,0 +1,154 @@
+"""The CPU platform: the torch reference, request by request. It is the specification in real vLLM, not a fast path."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder
+
+from vllm_oscar.attention import attend, read_rows
+from vllm_oscar.hot_pool import SlotTable, page_words
+from vllm_oscar.integration.layer import OscarImpl
+from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.page_layout import PageViews
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+@dataclass
+class CpuMetadata(AttentionMetadata):
+    """What the layers need to know about a step.
+
+    Attributes:
+        num_tokens: new tokens, without padding
+        seq_lens: of each request, tokens after this step
+        query_start_loc: of each request, where its new tokens start; one more at the end
+        block_table: int32 (requests, blocks)
+        slot_mapping: int64 (tokens,)
+        hot_slot_mapping: int64 (tokens,), see SlotTable.hot_slot_mapping
+        table: which block has which slot
+        decode_threshold: longest query that reads its own tokens from the pool
+    """
+
+    num_tokens: int
+    seq_lens: list[int]
+    query_start_loc: list[int]
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    hot_slot_mapping: torch.Tensor
+    table: SlotTable
+    decode_threshold: int
+
+
+class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
+    """Hands out slots, once a step, for the layers of one KV-cache group."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.runtime = OscarRuntime.shared(vllm_config)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: "CommonAttentionMetadata", fast_build: bool = False
+    ) -> CpuMetadata:
+        common, threshold = common_attn_metadata, self.runtime.decode_threshold
+        layer = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
+        impl: CpuImpl = layer.impl
+        table = self.runtime.table(self.layer_names, layer.kv_cache.shape[0], self.device)
+        seq_lens, query_start_loc = common.seq_lens.int(), common.query_start_loc.int()
+        proven = impl.pool.proven_slots(page_words(impl.views(layer.kv_cache).meta), table)
+        table.allocate(common.block_table_tensor, seq_lens, query_start_loc, threshold, proven)
+
+        num_tokens = common.num_actual_tokens
+        query_lens = query_start_loc[1:] - query_start_loc[:-1]
+        request = torch.repeat_interleave(query_lens.long(), output_size=num_tokens)
+        after = seq_lens[request]
+        before = after - query_lens[request]
+        position = before + torch.arange(num_tokens) - query_start_loc[request]
+        slot_mapping = common.slot_mapping[:num_tokens]
+        short = (query_lens <= threshold)[request]
+        self.runtime.watch(table)
+        return CpuMetadata(
+            num_tokens=num_tokens,
+            seq_lens=seq_lens.tolist(),
+            query_start_loc=query_start_loc.tolist(),
+            block_table=common.block_table_tensor,
+            slot_mapping=slot_mapping,
+            hot_slot_mapping=table.hot_slot_mapping(slot_mapping, position, before, after, short),
+            table=table,
+            decode_threshold=threshold,
+        )
+
+
+class CpuImpl(OscarImpl):
+    """One layer, in plain torch."""
+
+    def views(self, kv_cache: torch.Tensor) -> PageViews:
+        """Typed views of vLLM's tensor."""
+        return self.layout.views(self.pages(kv_cache))
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CpuMetadata | None,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write a step's tokens, then attend.
+
+        Args:
+            query: (tokens, query heads, D), after RoPE
+            key, value: (tokens, KV heads, D)
+            output: (tokens, query heads * D) or (tokens, query heads, D), written in place
+        """
+        assert output is not None and output_scale is None and output_block_scale is None
+        if attn_metadata is None:  # vLLM's profiling run
+            return output.zero_()
+        step, n = attn_metadata, attn_metadata.num_tokens
+        views = self.views(kv_cache)
+        query = query[:n].view(n, self.num_heads, self.head_size)
+        result = output[:n].view(n, self.num_heads, self.head_size)
+        key, value = self.step_rows(key, value, n)
+        if self.owns_cache:
+            self.runtime.counters.saturated_rows += self.cache_layer.write(
+                views, self.pool, key, value, step.slot_mapping, step.hot_slot_mapping
+            )
+        for request, after in enumerate(step.seq_lens):
+            start, end = step.query_start_loc[request : request + 2]
+            if end > start:
+                rows = slice(start, end)
+                result[rows] = self._attend(views, step, request, after, query[rows], key[rows], value[rows])
+        return output
+
+    def _attend(
+        self,
+        views: PageViews,
+        step: CpuMetadata,
+        request: int,
+        after: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        before = after - query.shape[0]
+        decodes = query.shape[0] <= step.decode_threshold
+        tokens = after if decodes else before
+        blocks = step.block_table[request, : -(-tokens // self.layout.block_size)].long()
+        stored = read_rows(views, self.pool, step.table, blocks, tokens, before)
+        self.runtime.counters.count_reads(stored.hot, self.runtime.config.sink)
+        return attend(
+            query,
+            stored,
+            self.cache_layer.key.transform,
+            self.cache_layer.value.transform,
+            self.scale,
+            first_position=before,
+            fresh=None if decodes else (key, value),
+            soft_cap=self.soft_cap,
+            sliding_window=self.sliding_window,
+        ).to(query.dtype)
