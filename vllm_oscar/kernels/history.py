@@ -1,0 +1,264 @@
+# mypy: disable-error-code="no-untyped-def"
+"""A prefill's stored tokens, back as raw keys and values in a workspace of bounded size.
+
+Any attention kernel can then read them next to the step's own keys and values, which are copied in behind them: the
+product with B and the mean are done, so that soft cap, sliding window and softmax see what they always see. Restoring
+costs a token once a step and KV head; attention costs it once for each of thousands of queries.
+
+`plan` cuts a step into calls whose keys fit the workspace, on the host, once for all layers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_oscar.hot_pool import HotPool, SlotTable
+from vllm_oscar.kernels.encode import sanitised
+from vllm_oscar.kernels.product import product
+from vllm_oscar.kernels.write import dot_depth
+from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.rotation import Transform
+
+_TILE = tl.constexpr(64)  # tokens of a program
+_FIELDS = tl.constexpr(6)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention call: queries of consecutive requests and some of their keys.
+
+    Attributes:
+        first_query, last_query: the step's tokens [first, last) that are asked
+        max_query, max_key: longest of a request in this call
+        aligned: whether each request's keys end with its last query, as causal attention of other libraries assumes;
+            if not, the keys are older than all queries
+        continues: whether an earlier call has the queries' attention to older keys
+        query_starts, key_starts: int32 (requests + 1,), from first_query and from the workspace's first row
+        shifts: int32 (requests,); query i sees keys j <= i + shift (and j > i + shift - sliding window)
+        tiles: int32 (tiles, 6) for `restore`: row in the workspace, request, its first position, tokens,
+            tokens before the step, first token in the step's keys
+    """
+
+    first_query: int
+    last_query: int
+    max_query: int
+    max_key: int
+    aligned: bool
+    continues: bool
+    query_starts: torch.Tensor
+    key_starts: torch.Tensor
+    shifts: torch.Tensor
+    tiles: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Piece:
+    request: int
+    query_start: int
+    query: int
+    before: int
+    low: int  # positions [low, high) of the keys
+    high: int
+
+
+def plan(
+    seq_lens: Sequence[int],
+    query_start_loc: Sequence[int],
+    first: int,
+    capacity: int,
+    sliding_window: int | None,
+    device: torch.device,
+) -> list[Call]:
+    """The calls of a step's prefills.
+
+    Args:
+        seq_lens: tokens after the step of every request
+        query_start_loc: (requests + 1,)
+        first: the first request that prefills; all behind it do
+        capacity: rows of the workspace, at least the longest query
+    """
+    calls: list[Call] = []
+    pieces: list[_Piece] = []
+
+    def flush(continues: bool = False) -> None:
+        if pieces:
+            calls.append(_call(pieces, continues, device))
+            pieces.clear()
+
+    for request in range(first, len(seq_lens)):
+        start, end = query_start_loc[request : request + 2]
+        after, query = seq_lens[request], end - start
+        if not query:
+            continue
+        before = after - query
+        low = 0 if sliding_window is None else max(0, before + 1 - sliding_window)
+        if sum(p.high - p.low for p in pieces) + after - low > capacity:
+            flush()
+        continues = False
+        while after - low > capacity:  # older keys in calls of their own
+            high = min(low + capacity, before)
+            pieces.append(_Piece(request, start, query, before, low, high))
+            flush(continues)
+            low, continues = high, True
+        pieces.append(_Piece(request, start, query, before, low, after))
+        if continues:
+            flush(continues)
+    flush()
+    return calls
+
+
+def _call(pieces: list[_Piece], continues: bool, device: torch.device) -> Call:
+    query_starts, key_starts, tiles = [0], [0], []
+    for p in pieces:
+        for position in range(p.low, p.high, _TILE.value):
+            row = key_starts[-1] + position - p.low
+            tiles.append((row, p.request, position, min(_TILE.value, p.high - position), p.before, p.query_start))
+        query_starts.append(query_starts[-1] + p.query)
+        key_starts.append(key_starts[-1] + p.high - p.low)
+    numbers = torch.tensor(
+        [*query_starts, *key_starts, *(p.before - p.low for p in pieces), *(n for tile in tiles for n in tile)],
+        dtype=torch.int32,
+    )
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)
+    sizes = [len(query_starts), len(key_starts), len(pieces), len(tiles) * _FIELDS.value]
+    on_device = numbers.split(sizes)
+    return Call(
+        first_query=pieces[0].query_start,
+        last_query=pieces[-1].query_start + pieces[-1].query,
+        max_query=max(p.query for p in pieces),
+        max_key=max(p.high - p.low for p in pieces),
+        aligned=pieces[0].high > pieces[0].before,
+        continues=continues,
+        query_starts=on_device[0],
+        key_starts=on_device[1],
+        shifts=on_device[2],
+        tiles=on_device[3].view(-1, _FIELDS.value),
+    )
+
+
+@dataclass(frozen=True)
+class RestoreTables:
+    """What restoring needs of one layer's calibration: x = y B + m.
+
+    Attributes:
+        mean: float32 (2, heads, D), keys and values
+        inverse: B in the run dtype, (2, heads, D, D)
+    """
+
+    mean: torch.Tensor
+    inverse: torch.Tensor
+
+    @classmethod
+    def of(cls, key: Transform, value: Transform, dtype: torch.dtype) -> "RestoreTables":
+        return cls(
+            torch.stack([key.mean, value.mean]).float(), torch.stack([key.inverse, value.inverse]).to(dtype)
+        )
+
+
+@triton.jit
+def _restore(
+    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, inverse, out,
+    key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot, word_head,
+    table_stride, out_which, out_token, out_head,
+    D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
+    META: tl.constexpr, META_BYTES: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """grid (tiles, heads, 2): keys or values of up to _TILE tokens of one head."""
+    h = tl.program_id(1)
+    which = tl.program_id(2)
+    heads = tl.num_programs(1)
+    tile = tiles + tl.program_id(0) * _FIELDS
+    row = tl.load(tile)
+    request = tl.load(tile + 1)
+    position = tl.load(tile + 2)
+    count = tl.load(tile + 3)
+    before = tl.load(tile + 4)
+    query_start = tl.load(tile + 5)
+    i = tl.arange(0, _TILE)
+    at = position + i
+    stored = (i < count) & (at < before)
+    fresh = (i < count) & (at >= before)
+
+    block = tl.load(block_table + request.to(tl.int64) * table_stride + at // P, mask=stored, other=0).to(tl.int64)
+    offset = at % P
+    page = pages + block * page_block + h * page_head
+    d = tl.arange(0, D_PAD)
+    real = d < D
+    UNITS: tl.constexpr = D // 8
+    SIZE: tl.constexpr = D // GROUPS
+    codes = (page + which * VALUE_CODES + offset * (D // 4)).to(tl.pointer_type(tl.int16))
+    units = tl.load(codes[:, None] + (d % UNITS)[None, :], mask=stored[:, None] & real[None, :], other=0)
+    code = ((units.to(tl.int32) >> (d // UNITS * 2)[None, :]) & 3).to(tl.float32)
+
+    slot = tl.load(slot_of_block + block, mask=stored, other=-1)
+    wanted = (at < tl.load(limits)) | (at >= before + 1 - tl.load(limits + 1))
+    hot = stored & wanted & (slot >= 0)
+    slot = slot.to(tl.int64)
+    meta = (page + META + offset * META_BYTES).to(tl.pointer_type(tl.int32))
+    proof = words + slot * word_slot + h * word_head + offset * (2 * GROUPS)
+    y = code
+    for g in tl.static_range(2 * GROUPS):
+        word = tl.load(meta + g, mask=stored, other=0)
+        hot = hot & (tl.load(proof + g, mask=hot, other=-1) == word)
+        if g // GROUPS == which:
+            scale = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            shift = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            mine = (d // SIZE == g % GROUPS)[None, :]
+            y = tl.where(mine, code * scale[:, None] + shift[:, None], y)
+    copy = rows + slot * row_slot + h * row_head + (which * P + offset) * D
+    kept = tl.load(copy[:, None] + d[None, :], mask=hot[:, None] & real[None, :], other=0.0).to(tl.float32)
+    y = tl.where(real[None, :], tl.where(hot[:, None], kept, y), 0.0).to(out.dtype.element_ty)
+
+    raw = key + h * key_head
+    raw_token = key_token
+    if which == 1:
+        raw = value + h * value_head
+        raw_token = value_token
+    raw += (query_start + at - before).to(tl.int64)[:, None] * raw_token
+    head = which * heads + h
+    to = out + which * out_which + (row + i).to(tl.int64)[:, None] * out_token + h * out_head
+    for start in tl.static_range(0, D, N):
+        column = start + tl.arange(0, N)
+        b = tl.load(inverse + head * (D * D) + d[:, None] * D + column[None, :], mask=real[:, None], other=0.0)
+        x = product(y, b, tl.zeros([_TILE, N], tl.float32)) + tl.load(mean + head * D + column)[None, :]
+        own = tl.load(raw + column[None, :], mask=fresh[:, None], other=0.0)
+        x = tl.where(fresh[:, None], own, sanitised(x).to(out.dtype.element_ty))
+        tl.store(to + column[None, :], x, mask=(i < count)[:, None])
+
+
+def restore(
+    call: Call,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    pool: HotPool,
+    table: SlotTable,
+    block_table: torch.Tensor,
+    tables: RestoreTables,
+    out: torch.Tensor,
+) -> None:
+    """Fill the workspace for a call.
+
+    Args:
+        key, value: run dtype (tokens, heads, D), the step's own, any strides with the last axis contiguous
+        pages: uint8 (blocks, heads, >= head_bytes)
+        block_table: int32 (requests, blocks), the whole batch's
+        out: run dtype (2, capacity, heads, D), keys and values
+    """
+    heads, size = key.shape[1:]
+    rows, words = pool.rows, pool.words
+    _restore[(call.tiles.shape[0], heads, 2)](
+        call.tiles, key, value, pages, rows, words, table.slot_of_block, table.limits, block_table,
+        tables.mean, tables.inverse, out,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
+        rows.stride(0), rows.stride(1), words.stride(0), words.stride(1), block_table.stride(0),
+        out.stride(0), out.stride(1), out.stride(2),
+        D=size, D_PAD=triton.next_power_of_2(size), P=layout.block_size, GROUPS=layout.groups,
+        VALUE_CODES=layout.value_codes_offset, META=layout.meta_offset, META_BYTES=layout.meta_bytes,
+        N=dot_depth(size), num_warps=4,
+    )  # fmt: skip
