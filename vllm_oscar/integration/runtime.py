@@ -4,7 +4,6 @@ There is one per model, made by its first layer and found by the others through 
 a process may hold several engines and nothing of ours is global.
 """
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +74,7 @@ class OscarRuntime:
         self.decode_threshold = 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
         self.num_slots = 0  # of each layer's pool; known once every layer exists
         self.pool_bytes = 0
+        self.workspaces: dict[tuple[int, ...], Any] = {}  # buffers that layers of one shape share, on GPUs
         self._tables: dict[str, SlotTable] = {}
         self._watched = 0
         self._pending: tuple[torch.Tensor, torch.Event | None] | None = None
@@ -148,11 +148,13 @@ class OscarRuntime:
         affordable = budget // slot_bytes
         wanted, floor = requests * contract.slots_per_request, requests * contract.floor_slots_per_request
         self.num_slots = min(wanted, affordable)
+        self.counters.saturated_rows = self.counters.saturated_rows.to(device)
         if self.num_slots < floor:
+            enough = 1.05 * self.config.pool_share * floor / max(affordable, 1)
             raise ConfigError(
                 f"pool_share {self.config.pool_share} of the KV cache memory holds {affordable} BF16 blocks, but "
-                f"{requests} requests need at least {floor}: raise pool_share to {1.05 * floor * slot_bytes / max(budget, 1) * self.config.pool_share:.3f} "
-                "in the oscar options, or lower --max-num-seqs"
+                f"{requests} requests need at least {floor}: raise pool_share to {enough:.3f} in the oscar options, "
+                "or lower --max-num-seqs"
             )
         self.pool_bytes = self.num_slots * slot_bytes
         cache = self.vllm_config.cache_config

@@ -1,0 +1,315 @@
+"""NVIDIA GPUs: the Triton kernels, with CUDA graphs for decode batches.
+
+Everything that a graph reads lives in device tensors that keep their place: vLLM's own, the slot table, the segment
+table and the mapping of new tokens to copies. The builder refreshes the last three each step, outside the graph.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from vllm_oscar.hot_pool import SlotTable
+from vllm_oscar.integration.flash import attention_for
+from vllm_oscar.integration.layer import OscarImpl
+from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.kernels import encode_metric, slots
+from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
+from vllm_oscar.kernels.history import Call, RestoreTables, plan
+from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
+from vllm_oscar.kernels.segments import Segments, build_segments
+from vllm_oscar.kernels.write import WriteTables, write
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+_HISTORY_ROWS = 32768  # keys that a prefill restores at a time; 128 MiB at 8 heads of 128
+
+
+@dataclass
+class CudaMetadata(AttentionMetadata):
+    """What the layers need to know about a step. Decoding requests come first.
+
+    Attributes:
+        num_tokens: new tokens, with the padding of a CUDA graph
+        num_decodes, num_decode_tokens, decode_len: decoding requests, their tokens, and the tokens of each
+        seq_lens: int32 (requests,), tokens after this step
+        block_table: int32 (requests, blocks)
+        slot_mapping, hot_slot_mapping: int64 (tokens,)
+        table: which block has which slot
+        segments: of the decode kernel, by sliding window
+        calls: of the prefills, by sliding window
+    """
+
+    num_tokens: int
+    num_decodes: int
+    num_decode_tokens: int
+    decode_len: int
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    hot_slot_mapping: torch.Tensor
+    table: SlotTable
+    segments: dict[int | None, Segments]
+    calls: dict[int | None, Sequence[Call]]
+
+
+class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
+    """Hands out slots and cuts the work of the decode kernel, for the layers of one KV-cache group."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.runtime = OscarRuntime.shared(vllm_config)
+        self._init_reorder_batch_threshold(self.runtime.decode_threshold)
+        context = vllm_config.compilation_config.static_forward_context
+        self.layers: list[Any] = [context[name] for name in layer_names]
+        self.impl: CudaImpl = self.layers[0].impl
+        scheduler = vllm_config.scheduler_config
+        self.hot_slot_mapping = torch.full((scheduler.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
+        windows = {layer.impl.sliding_window for layer in self.layers}
+        self.segments = {
+            window: Segments.allocate(scheduler.max_num_seqs, self.impl.num_kv_heads, device) for window in windows
+        }
+        self._scratch: tuple[SlotTable, slots.SlotScratch] | None = None
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: "CommonAttentionMetadata", fast_build: bool = False
+    ) -> CudaMetadata:
+        common, impl = common_attn_metadata, self.impl
+        threshold = self.runtime.decode_threshold
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
+            common, decode_threshold=threshold, require_uniform=True
+        )
+        pages = impl.pages(self.layers[0].kv_cache)
+        table, scratch = self._table(pages.shape[0])
+        seq_lens, starts = common.seq_lens, common.query_start_loc
+        slots.allocate(
+            table, scratch, common.block_table_tensor, seq_lens, starts, threshold, pages, impl.layout, impl.pool
+        )
+        num_tokens = common.num_actual_tokens
+        slot_mapping = common.slot_mapping[:num_tokens]
+        slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping)
+
+        starts_cpu = common.query_start_loc_cpu
+        decode_len = int(starts_cpu[1] - starts_cpu[0]) if num_decodes else 0
+        segments, calls = {}, {}
+        for window, storage in self.segments.items():
+            if num_decodes:
+                _, tiles = column_tiles(decode_len, impl.ratio)
+                segments[window] = storage.for_batch(num_decodes, impl.num_kv_heads * tiles)
+                build_segments(
+                    seq_lens[:num_decodes], decode_len, table.limits, impl.head_size, window, segments[window]
+                )
+            if num_prefills:
+                lengths = self._prefill_lengths(common, num_decodes, threshold)
+                capacity = impl.workspaces.prefill.capacity
+                calls[window] = plan(lengths, starts_cpu.tolist(), num_decodes, capacity, window, self.device)
+        self.runtime.watch(table)
+        return CudaMetadata(
+            num_tokens=num_tokens,
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            decode_len=decode_len,
+            seq_lens=seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=slot_mapping,
+            hot_slot_mapping=self.hot_slot_mapping[:num_tokens],
+            table=table,
+            segments=segments,
+            calls=calls,
+        )
+
+    def _table(self, num_blocks: int) -> tuple[SlotTable, slots.SlotScratch]:
+        table = self.runtime.table(self.layer_names, num_blocks, self.device)
+        if self._scratch is None or self._scratch[0] is not table:
+            self._scratch = table, slots.SlotScratch.of(table)
+        return self._scratch
+
+    @staticmethod
+    def _prefill_lengths(common: "CommonAttentionMetadata", first: int, threshold: int) -> list[int]:
+        """Tokens after this step, for the host.
+
+        vLLM's numbers for the host are exact for prompts. For requests that verify drafts they may count drafts that
+        were rejected; where such a request runs among the prefills, because the batch's drafts differ in length, the
+        device is asked.
+        """
+        starts = common.query_start_loc_cpu
+        shortest = int((starts[first + 1 :] - starts[first:-1]).min())
+        exact = threshold > 1 and shortest <= threshold
+        return (common.seq_lens.cpu() if exact else common.seq_lens_cpu_upper_bound).tolist()
+
+
+@dataclass(frozen=True)
+class Workspaces:
+    """Buffers that all layers of one shape share, allocated before vLLM measures memory.
+
+    Attributes:
+        decode, prefill: of the attention kernels
+        transformed: pool dtype (tokens, heads, D), new keys on their way to the metric encoder
+        encoder: scratch of the metric encoder
+    """
+
+    decode: DecodeWorkspace
+    prefill: PrefillWorkspace
+    transformed: torch.Tensor
+    encoder: torch.Tensor
+
+
+class CudaImpl(OscarImpl):
+    """One layer, on Triton kernels."""
+
+    @property
+    def ratio(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        super().process_weights_after_loading(act_dtype)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        module = next(layer for layer in layers.values() if getattr(layer, "impl", None) is self)
+        device, dtype = module._k_scale.device, self.runtime.dtype
+        key, value = self.cache_layer.key, self.cache_layer.value
+        self.decode_tables = DecodeTables.of(key.transform, value.transform)
+        self.restore_tables = RestoreTables.of(key.transform, value.transform, dtype)
+        clips = tuple(codec.clip if codec.encoder == "minmax" else None for codec in (key, value))
+        self.write_tables = WriteTables.of(
+            key.transform, value.transform, dtype, (key.gain, value.gain), (clips[0], clips[1])
+        )
+        self.metric_tables = encode_metric.MetricTables.of(key.metric, self.layout) if key.metric else None
+        for tables in (self.decode_tables, self.restore_tables, self.write_tables, self.metric_tables):
+            _keep(module, tables)
+        self.attention = attention_for(self.head_size, dtype)
+        shape = (self.num_kv_heads, self.ratio, self.head_size)
+        self.workspaces = self.runtime.workspaces.setdefault(shape, None) or self._allocate(device, dtype)
+        self.runtime.workspaces[shape] = self.workspaces
+
+    def _allocate(self, device: torch.device, dtype: torch.dtype) -> Workspaces:
+        scheduler, layout = self.vllm_config.scheduler_config, self.layout
+        tokens = scheduler.max_num_batched_tokens
+        history = min(_HISTORY_ROWS, self.vllm_config.model_config.max_model_len)
+        return Workspaces(
+            DecodeWorkspace.allocate(
+                layout, self.num_kv_heads, self.ratio, scheduler.max_num_seqs, self.runtime.decode_threshold, device
+            ),
+            PrefillWorkspace.allocate(
+                max(tokens, history), tokens, self.num_heads, self.num_kv_heads, self.head_size, dtype, device
+            ),
+            torch.empty((tokens, self.num_kv_heads, self.head_size), dtype=self.runtime.pool_dtype, device=device),
+            encode_metric.workspace(layout, device),
+        )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CudaMetadata | None,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write a step's tokens, then attend.
+
+        Args:
+            query: (tokens, query heads, D), after RoPE
+            key, value: (tokens, KV heads, D)
+            output: (tokens, query heads * D) or (tokens, query heads, D), written in place
+        """
+        assert output is not None and output_scale is None and output_block_scale is None
+        if attn_metadata is None:  # vLLM's profiling run
+            return output.zero_()
+        step, n = attn_metadata, attn_metadata.num_tokens
+        pages = self.pages(kv_cache)
+        query = query[:n].view(n, self.num_heads, self.head_size)
+        result = output[:n].view(n, self.num_heads, self.head_size)
+        key, value = self.step_rows(key, value, n)
+        if self.owns_cache:
+            self._write(pages, step, key, value)
+        if step.num_decodes:
+            asked = slice(0, step.num_decode_tokens)
+            decode_attention(
+                query[asked],
+                pages,
+                self.layout,
+                self.pool,
+                step.table,
+                step.block_table[: step.num_decodes],
+                step.seq_lens[: step.num_decodes],
+                step.decode_len,
+                step.segments[self.sliding_window],
+                self.decode_tables,
+                self.scale,
+                self.soft_cap,
+                self.sliding_window,
+                self.workspaces.decode,
+                result[asked],
+            )
+        if step.calls:
+            prefill(
+                query,
+                key,
+                value,
+                pages,
+                self.layout,
+                self.pool,
+                step.table,
+                step.block_table,
+                self.restore_tables,
+                step.calls[self.sliding_window],
+                self.workspaces.prefill,
+                result,
+                self.scale,
+                self.soft_cap,
+                self.sliding_window,
+                self.attention,
+            )
+        return output
+
+    def _write(self, pages: torch.Tensor, step: CudaMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Prefills encode keys in the metric at once. A decode step cannot hide the encoder's chain of dependent
+        steps: it writes least-squares codes, which are encoded again before they leave the window."""
+        saturated = self.runtime.counters.saturated_rows
+        metric = self.metric_tables if step.calls else None
+        write(
+            key,
+            value,
+            pages,
+            self.layout,
+            self.pool,
+            step.slot_mapping,
+            step.hot_slot_mapping,
+            self.write_tables,
+            saturated,
+            None if metric is None else self.workspaces.transformed,
+        )
+        if metric is not None:
+            encode_metric.encode_written(
+                self.workspaces.transformed[: step.num_tokens],
+                pages,
+                self.layout,
+                self.pool,
+                step.slot_mapping,
+                step.hot_slot_mapping,
+                metric,
+                self.cache_layer.key.gain,
+                self.workspaces.encoder,
+                saturated,
+            )
+
+
+def _keep(module: torch.nn.Module, tables: Any) -> None:
+    """Register tensors as buffers of the layer, so that vLLM's sleep mode saves and restores them."""
+    if tables is None:
+        return
+    for field in dataclasses.fields(tables):
+        tensor = getattr(tables, field.name)
+        if isinstance(tensor, torch.Tensor):
+            module.register_buffer(f"oscar_{type(tables).__name__}_{field.name}", tensor, persistent=False)
