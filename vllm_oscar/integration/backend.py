@@ -21,7 +21,7 @@ class OscarBackend(AttentionBackend):
     forward_includes_kv_cache_update: bool = True
     accept_output_buffer: bool = True
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [DTYPE]  # type: ignore[assignment]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [DTYPE]
 
     @staticmethod
     def get_name() -> str:

@@ -38,6 +38,7 @@ class CudaMetadata(AttentionMetadata):
         num_tokens: new tokens, with the padding of a CUDA graph
         num_decodes, num_decode_tokens, decode_len: decoding requests, their tokens, and the tokens of each
         seq_lens: int32 (requests,), tokens after this step
+        query_start_loc: int32 (requests + 1,)
         block_table: int32 (requests, blocks)
         slot_mapping, hot_slot_mapping: int64 (tokens,)
         table: which block has which slot
@@ -50,6 +51,7 @@ class CudaMetadata(AttentionMetadata):
     num_decode_tokens: int
     decode_len: int
     seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     hot_slot_mapping: torch.Tensor
@@ -98,7 +100,8 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
 
         starts_cpu = common.query_start_loc_cpu
         decode_len = int(starts_cpu[1] - starts_cpu[0]) if num_decodes else 0
-        segments, calls = {}, {}
+        segments: dict[int | None, Segments] = {}
+        calls: dict[int | None, Sequence[Call]] = {}
         for window, storage in self.segments.items():
             if num_decodes:
                 _, tiles = column_tiles(decode_len, impl.ratio)
@@ -117,6 +120,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             num_decode_tokens=num_decode_tokens,
             decode_len=decode_len,
             seq_lens=seq_lens,
+            query_start_loc=starts,
             block_table=common.block_table_tensor,
             slot_mapping=slot_mapping,
             hot_slot_mapping=self.hot_slot_mapping[:num_tokens],
@@ -186,8 +190,9 @@ class CudaImpl(OscarImpl):
             _keep(module, tables)
         self.attention = attention_for(self.head_size, dtype)
         shape = (self.num_kv_heads, self.ratio, self.head_size)
-        self.workspaces = self.runtime.workspaces.setdefault(shape, None) or self._allocate(device, dtype)
-        self.runtime.workspaces[shape] = self.workspaces
+        if shape not in self.runtime.workspaces:
+            self.runtime.workspaces[shape] = self._allocate(device, dtype)
+        self.workspaces: Workspaces = self.runtime.workspaces[shape]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> Workspaces:
         scheduler, layout = self.vllm_config.scheduler_config, self.layout

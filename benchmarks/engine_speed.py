@@ -1,0 +1,168 @@
+#!/usr/bin/env python3
+"""Speed in real vLLM, with dummy weights: capacity, decode steps, short requests, prefill; one KV dtype a process.
+
+    python benchmarks/engine_speed.py --shape qwen3-4b --dtypes auto oscar --out engine.csv
+
+Contexts of decode steps are not prefilled: the scheduler is told that they are computed, and gets blocks of their
+own with zeroed pages, whose zero words prove the zeroed copies. What a step reads is the same; what it answers is not
+looked at. Everything else (prefill, short requests) runs as users run it.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+H100_KV_BYTES = 452512 * 36 * 8 * 2 * 128 * 2  # what BF16 has left on an 80 GB H100 at utilization 0.9, Qwen3-4B
+DECODE = [(8, 1024), (32, 4096), (8, 32768), (4, 100000)]
+
+
+def pretend_computed(llm: Any) -> None:
+    """From now on, all but the last token of a new request count as computed, in fresh blocks."""
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+
+    manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+    block_size = llm.llm_engine.vllm_config.cache_config.block_size
+
+    def get_computed_blocks(request: Any) -> tuple[Any, int]:
+        count = (request.num_tokens - 1) // block_size
+        return KVCacheBlocks((manager.block_pool.get_new_blocks(count),)), count * block_size
+
+    manager.get_computed_blocks = get_computed_blocks
+
+
+def zero_cache(llm: Any) -> None:
+    """Zero pages and copies, so that a copy proves itself (see the module's docstring)."""
+    context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    for layer in context.values():
+        if hasattr(layer, "kv_cache"):
+            layer.kv_cache.zero_()
+            pool = getattr(layer.impl, "pool", None)
+            if pool is not None:
+                pool.words.zero_()
+
+
+def decode_step(llm: Any, batch: int, context: int, steps: int = 40) -> float:
+    """Milliseconds of a decode step."""
+    import torch
+    from vllm import SamplingParams
+
+    zero_cache(llm)
+    engine = llm.llm_engine
+    sampling = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True, detokenize=False)
+    for i in range(batch):
+        prompt = {"prompt_token_ids": [(i * 7 + j) % 1000 + 5 for j in range(context)]}
+        engine.add_request(f"{batch}x{context}-{i}-{time.time()}", prompt, sampling)
+    for _ in range(24):  # all admitted, and the clocks up
+        engine.step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    torch.cuda.synchronize()
+    elapsed = time.perf_counter() - start
+    while engine.has_unfinished_requests():
+        engine.step()
+    return elapsed / steps * 1e3
+
+
+def timed_generate(llm: Any, batch: int, prompt: int, answer: int, repeats: int) -> float:
+    """Milliseconds of a whole generate call, the median; prompts differ, so that no prefix is reused."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+    times = []
+    for r in range(repeats + 1):
+        prompts = [
+            {"prompt_token_ids": [(r * 131 + i * 17 + j * 3) % 1000 + 5 for j in range(prompt)]} for i in range(batch)
+        ]
+        start = time.perf_counter()
+        llm.generate(prompts, sampling, use_tqdm=False)
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times[1:])[repeats // 2]
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """All figures of one dtype."""
+    import torch
+    from vllm import LLM
+
+    from benchmarks.shapes import model_folder, random_sidecar
+
+    folder = model_folder(args.shape, Path(args.root))
+    options: dict[str, Any] = {}
+    if args.dtype == "oscar":
+        oscar = {"sidecar": str(random_sidecar(folder)), **json.loads(args.oscar)}
+        options["additional_config"] = {"oscar": oscar}
+    start = time.perf_counter()
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        kv_cache_dtype=args.dtype,
+        max_model_len=131072,
+        max_num_seqs=64,
+        max_num_batched_tokens=args.chunk,
+        kv_cache_memory_bytes=H100_KV_BYTES,
+        enable_prefix_caching=False,
+        seed=0,
+        **options,
+    )
+    rows: list[dict[str, Any]] = []
+
+    def row(what: str, value: float, unit: str) -> None:
+        rows.append({"dtype": args.dtype, "what": what, "value": round(value, 3), "unit": unit})
+        print(rows[-1], flush=True)
+
+    cache = llm.llm_engine.vllm_config.cache_config
+    tokens = cache.num_gpu_blocks * cache.block_size
+    row("start", time.perf_counter() - start, "s")
+    row("capacity", tokens, "tokens")
+    row("block size", cache.block_size, "tokens")
+    if "short" in args.parts:
+        row("8 x (1024 in, 128 out)", timed_generate(llm, 8, 1024, 128, 3), "ms")
+    if "prefill" in args.parts:
+        row("prefill 32768", timed_generate(llm, 1, 32768, 1, 3), "ms")
+    if "decode" in args.parts:
+        pretend_computed(llm)
+        most = tokens // 100128
+        for batch, context in [*DECODE, (most, 100000)]:
+            if batch * (context + 128) <= tokens and batch <= 64:
+                step = decode_step(llm, batch, context)
+                row(f"decode {batch} x {context}", step, "ms")
+        row("throughput at 100000", most / step * 1e3, "tokens/s")
+    row("memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="qwen3-4b")
+    parser.add_argument("--dtypes", nargs="+", default=["auto", "oscar"])
+    parser.add_argument("--parts", nargs="+", default=["short", "prefill", "decode"])
+    parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
+    parser.add_argument("--oscar", default="{}", help="oscar options, JSON")
+    parser.add_argument("--root", default="/tmp/oscar-bench")
+    parser.add_argument("--out", default="engine.csv")
+    parser.add_argument("--dtype", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.dtype:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        rows = measure(args)
+        with open(args.out, "a", newline="") as file:
+            csv.DictWriter(file, ["dtype", "what", "value", "unit"]).writerows(rows)
+        return
+    with open(args.out, "w", newline="") as file:
+        csv.DictWriter(file, ["dtype", "what", "value", "unit"]).writeheader()
+    for dtype in args.dtypes:
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--dtype", dtype], check=False)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    main()

@@ -1,0 +1,78 @@
+"""Models for speed measurements: published shapes, dummy weights, and a sidecar of the right shape."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from vllm_oscar.rotation import grouped_hadamard
+from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 262144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 36,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 5000000,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 151936,
+}
+SHAPES = {
+    "qwen3-4b": {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "tiny": {
+        **_QWEN3,
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 1024,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def model_folder(shape: str, root: Path, **changes: object) -> Path:
+    """A folder with config.json (no weights: serve with --load-format dummy) and a sidecar in its oscar/ folder."""
+    config = {**SHAPES[shape], **changes}
+    folder = root / "-".join([shape, *(f"{k}{v}" for k, v in changes.items())])
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def random_sidecar(folder: Path, seed: int = 0) -> Path:
+    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one."""
+    from transformers import AutoConfig
+
+    fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(folder))
+    heads, size = fingerprint.num_kv_heads, fingerprint.head_size
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def tensor(encoder: str, gain: float) -> TensorCalibration:
+        basis = torch.linalg.qr(random(heads, size, size)).Q
+        stretch = torch.exp(0.3 * random(heads, size, 1))
+        transform = (basis * stretch.mT) @ grouped_hadamard(size, size)
+        metric = None
+        if encoder == "metric":
+            factor = torch.linalg.qr(random(heads, size, size)).Q * torch.exp(0.5 * random(heads, 1, size))
+            metric = factor @ factor.mT
+            metric = (metric / metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]).float()
+        mean = (0.1 * random(heads, size)).float()
+        return TensorCalibration(mean, transform.float(), encoder, gain, 1.0, metric)
+
+    layers = {i: LayerCalibration(tensor("metric", 1.05), tensor("ls", 1.1)) for i in range(fingerprint.num_layers)}
+    path = folder / "oscar" / "random.safetensors"
+    Sidecar(layers, fingerprint, "aware", size, 64, 256).save(path)
+    return path
