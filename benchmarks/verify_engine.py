@@ -51,8 +51,8 @@ def check_layers(impl_class: Any, errors: list[float]) -> None:
             wanted = attend(
                 query[start:end].view(heads),
                 stored,
-                self.cache_layer.key.transform.to(query.device),
-                self.cache_layer.value.transform.to(query.device),
+                self.cache_layer.key.transform,
+                self.cache_layer.value.transform,
                 self.scale,
                 before,
                 fresh,

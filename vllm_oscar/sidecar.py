@@ -143,19 +143,9 @@ class TensorCalibration:
     metric: torch.Tensor | None = None
     spectrum: torch.Tensor | None = None
 
-    def shard(self, start: int, stop: int) -> "TensorCalibration":
-        """KV heads start to stop - 1."""
-
-        def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor[start:stop]
-
-        return replace(
-            self,
-            mean=self.mean[start:stop],
-            transform=self.transform[start:stop],
-            metric=part(self.metric),
-            spectrum=part(self.spectrum),
-        )
+    def shard(self, start: int, stop: int, device: torch.device | None = None) -> "TensorCalibration":
+        """KV heads start to stop - 1, on a device."""
+        return replace(self, **{name: tensor[start:stop].to(device) for name, tensor in self.named().items()})
 
     def named(self) -> dict[str, torch.Tensor]:
         """The tensors that exist, by their name in the file."""
@@ -170,9 +160,9 @@ class LayerCalibration:
     key: TensorCalibration
     value: TensorCalibration
 
-    def shard(self, start: int, stop: int) -> "LayerCalibration":
+    def shard(self, start: int, stop: int, device: torch.device | None = None) -> "LayerCalibration":
         """KV heads start to stop - 1, for one tensor-parallel rank."""
-        return LayerCalibration(self.key.shard(start, stop), self.value.shard(start, stop))
+        return LayerCalibration(self.key.shard(start, stop, device), self.value.shard(start, stop, device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -83,7 +83,7 @@ class OscarImpl(AttentionImpl[Any]):
             return
         device = module._k_scale.device
         self.runtime.plan_pool(device)
-        calibration = self.runtime.calibration(extract_layer_index(name), self.num_kv_heads)
+        calibration = self.runtime.calibration(extract_layer_index(name), self.num_kv_heads, device)
         self.cache_layer = CacheLayer.of(calibration, self.layout, self.runtime.dtype, self.runtime.config.key_encoder)
         self.pool = HotPool.allocate(
             self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device

@@ -112,8 +112,8 @@ class OscarRuntime:
     def contract(self) -> HotContract:
         return HotContract(self.config.sink, self.config.window, self.vllm_config.cache_config.block_size)
 
-    def calibration(self, index: int, num_kv_heads: int) -> LayerCalibration:
-        """This rank's KV heads of a layer."""
+    def calibration(self, index: int, num_kv_heads: int, device: torch.device) -> LayerCalibration:
+        """This rank's KV heads of a layer, on its device."""
         layer = self.sidecar.layers.get(index)
         if layer is None:
             raise UnsupportedError(
@@ -125,7 +125,7 @@ class OscarRuntime:
         rank = parallel.rank % ranks
         # with fewer KV heads than ranks, neighbouring ranks hold copies of one head
         start = rank * num_kv_heads if total >= ranks else rank * total // ranks
-        return layer.shard(start, start + num_kv_heads)
+        return layer.shard(start, start + num_kv_heads, device)
 
     def plan_pool(self, device: torch.device) -> None:
         """Decide how many slots every layer gets. Called by the first layer after the weights are loaded.
