@@ -1,0 +1,45 @@
+"""oscar calibrate | eval | inspect | doctor: each command lives in a module of its own, this one only chooses."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from vllm_oscar import __version__
+from vllm_oscar.errors import OscarError
+
+COMMANDS = {
+    "eval": "vllm_oscar.evaluation.command",
+    "inspect": "vllm_oscar.evaluation.inspection",
+    "doctor": "vllm_oscar.evaluation.doctor",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of `oscar`; returns the exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="oscar", description="Tools of vllm-oscar, the INT2 KV cache for vLLM.")
+    parser.add_argument("--version", action="version", version=f"vllm-oscar {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    # has a parser of its own, which needs torch
+    commands.add_parser("calibrate", help="measure a model on text and write its sidecar", add_help=False)
+    for name, module in COMMANDS.items():
+        command = import_module(module)
+        sub = commands.add_parser(name, help=command.HELP, description=command.__doc__)
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    if given[:1] == ["calibrate"]:
+        from vllm_oscar.calibrate.__main__ import main as calibrate
+
+        return calibrate(given[1:])
+    options = parser.parse_args(given)
+    try:
+        status: int = options.run(options)
+    except OscarError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""oscar doctor [MODEL]: what is installed, what keeps OSCAR from running, and what it would do for a model."""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from vllm_oscar import __version__
+from vllm_oscar.config import OscarConfig
+from vllm_oscar.errors import OscarError
+from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
+
+HELP = "check the installation, and what would happen for a model"
+GROUP, NAME = "vllm.general_plugins", "oscar"  # of the entry point
+MARKS = {"ok": "  ok  ", "warn": " warn ", "fail": " FAIL "}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line."""
+    parser.add_argument("model", nargs="?", help="folder or hub id")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something looked at: "ok", "warn" or "fail", and a sentence that says what to do where it is not ok."""
+
+    what: str
+    status: str
+    text: str
+
+
+def environment() -> Iterator[Finding]:
+    """Versions, seams, entry point, device, options."""
+    yield Finding(
+        "versions", "ok", f"vllm-oscar {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    yield _checked("vLLM", _seams)
+    entry_points = importlib.metadata.entry_points(group=GROUP)
+    if NAME in entry_points.names:
+        yield Finding("entry point", "ok", f"{NAME!r} is registered in {GROUP}")
+    else:
+        yield Finding(
+            "entry point", "fail", f"{GROUP} has no {NAME!r}: install vllm-oscar with pip, also for a checkout"
+        )
+    yield _allowed(os.environ.get("VLLM_PLUGINS"))
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        yield Finding("device", "ok", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}")
+    else:
+        yield Finding("device", "ok", "no GPU: the CPU platform runs the torch reference, complete but slow")
+    yield _checked("options", lambda: f"outside of --additional-config: {OscarConfig.parse(None)}")
+
+
+def model(name: str) -> Iterator[Finding]:
+    """What --kv-cache-dtype oscar would do for a model."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        fingerprint = ModelFingerprint.of(config)
+        layout = PageLayout(fingerprint.head_size, block_size=16)
+    except (OSError, ValueError, OscarError) as error:
+        yield Finding("model", "fail", f"{name}: {error}")
+        return
+    yield Finding(
+        "model",
+        "ok",
+        f"{fingerprint.architecture}, {fingerprint.num_layers} layers, {fingerprint.num_heads} query and "
+        f"{fingerprint.num_kv_heads} KV heads of size {fingerprint.head_size}",
+    )
+    kinds = getattr(getattr(config, "text_config", None) or config, "layer_types", None) or ["full_attention"]
+    if odd := sorted(set(kinds) - {"full_attention"}):
+        yield Finding("layers", "warn", f"{', '.join(odd)} beside full attention: not proven with an INT2 cache")
+    yield _checked("sidecar", lambda: _sidecar(name, fingerprint))
+    yield Finding("memory", "ok", capacity(fingerprint, layout, OscarConfig.parse(None).pool_share))
+
+
+def capacity(fingerprint: ModelFingerprint, layout: PageLayout, pool_share: float) -> str:
+    """Bytes of a token, and tokens in the same memory, with the largest pool of BF16 copies taken off."""
+    heads = fingerprint.num_layers * fingerprint.num_kv_heads
+    int2, bf16 = heads * layout.token_bytes, heads * fingerprint.head_size * 2 * 2
+    return (
+        f"{int2:,} bytes a token over {fingerprint.num_layers} layers ({layout.bits_per_element:g} bits an element), "
+        f"BF16 {bf16:,}: {(1 - pool_share) * bf16 / int2:.2f} times the tokens in the same memory, of which the BF16 "
+        f"copies take at most {100 * pool_share:g}%"
+    )
+
+
+def _seams() -> str:
+    from vllm_oscar.integration import seams
+
+    version = seams.vllm_version()
+    seams.install()
+    return f"{version}, every seam is as expected"
+
+
+def _sidecar(name: str, fingerprint: ModelFingerprint) -> str:
+    options = OscarConfig.parse(None)
+    if options.rotation == "hadamard":
+        return "not asked for (rotation: hadamard)"
+    path = find_sidecar(name, options.sidecar)
+    sidecar = Sidecar.load(path, fingerprint)
+    packed = f"{len(sidecar.layers)} of {fingerprint.num_layers} layers"
+    skip = (
+        f"; the others need --kv-cache-dtype-skip-layers {','.join(map(str, sidecar.absent))}" if sidecar.absent else ""
+    )
+    return f"{path}: method {sidecar.method}, digest {sidecar.digest[:12]}, {packed}{skip}"
+
+
+def _allowed(plugins: str | None) -> Finding:
+    """vLLM runs only the plugins that VLLM_PLUGINS names, and none of ours says a word where it is left out."""
+    if plugins is None or NAME in plugins.split(","):
+        return Finding("VLLM_PLUGINS", "ok", "not set" if plugins is None else f"names {NAME!r}")
+    return Finding(
+        "VLLM_PLUGINS", "fail", f"is {plugins!r}, so that vLLM does not load this plugin: unset it, or add {NAME!r}"
+    )
+
+
+def _checked(what: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(what, "ok", look())
+    except (OscarError, ImportError) as error:
+        return Finding(what, "fail", str(error))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print what was found; 1 if something keeps OSCAR from running."""
+    found = list(environment())
+    if options.model:
+        found += model(options.model)
+    if options.json:
+        described: list[dict[str, Any]] = [asdict(finding) for finding in found]
+        print(json.dumps(described, indent=2))
+    else:
+        for finding in found:
+            print(f"[{MARKS[finding.status]}] {finding.what}: {finding.text}")
+    return int(any(finding.status == "fail" for finding in found))

@@ -1,0 +1,226 @@
+"""vLLM in this process, forced through its cache, with the hidden states of every token recorded.
+
+A prompt that is prefilled in one chunk attends to its own raw keys and values and never reads what was stored, so
+that any cache looks perfect. Here every request advances CHUNK tokens a step, as many requests side by side, and
+prefix caching is off: all but a token's own chunk comes out of the cache. Logits are a matrix product away from the
+hidden states and are compared in this process, some positions at a time, instead of as millions of logprob objects.
+"""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_oscar.errors import OscarError
+from vllm_oscar.evaluation.metrics import Scores
+from vllm_oscar.sidecar import ModelFingerprint
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CHUNK = 16  # tokens that a request advances in a step
+CONCURRENT = 8  # requests side by side
+FIRST = 512  # first position that is scored: most of what it reads has left sink and window
+_POSITIONS = 256  # whose logits are compared at once
+
+
+class EvaluationError(OscarError, RuntimeError):
+    """The engine did not run the windows as asked, so that the numbers would mean something else."""
+
+
+class Recorder:
+    """Collects the hidden states that the model returns, by window and position.
+
+    Rows of a step belong to whichever requests vLLM put into it. The model runner knows their order; the token ids
+    beside the rows prove it.
+
+    Attributes:
+        hidden: (windows, context, hidden size), in the model's dtype, on the CPU
+
+    Args:
+        runner: vLLM's model runner
+        windows: int64 (windows, context), the prompts
+    """
+
+    def __init__(self, runner: Any, windows: torch.Tensor) -> None:
+        self.hidden = torch.empty(0)
+        self._runner = runner
+        self._windows = windows
+        self._times_seen = torch.zeros(windows.shape, dtype=torch.int64)
+        self._window_of: dict[str, int] = {}
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A forward hook of the model."""
+        batch = self._runner.input_batch
+        bounds = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+        ids, positions = kwargs["input_ids"].cpu(), kwargs["positions"].cpu()
+        if not self.hidden.numel():
+            self.hidden = torch.zeros(*self._windows.shape, output.shape[-1], dtype=output.dtype)
+        for name, start, end in zip(batch.req_ids, bounds, bounds[1:], strict=False):
+            window = self._window(name)
+            at = slice(int(positions[start]), int(positions[start]) + end - start)
+            if not torch.equal(self._windows[window, at], ids[start:end].long()):
+                raise EvaluationError(f"rows of request {name} are not the tokens of window {window}")
+            self.hidden[window, at] = output[start:end].to("cpu", copy=True)
+            self._times_seen[window, at] += 1
+
+    def _window(self, request: str) -> int:
+        if request not in self._window_of:
+            prompt = torch.tensor(self._runner.requests[request].prompt_token_ids)
+            taken = set(self._window_of.values())
+            self._window_of[request] = next(
+                index for index, window in enumerate(self._windows)
+                if index not in taken and torch.equal(window, prompt)
+            )  # fmt: skip
+        return self._window_of[request]
+
+    def check(self) -> None:
+        """Every token ran exactly once: none was recomputed after a preemption or taken from a prefix cache."""
+        if not (self._times_seen == 1).all():
+            raise EvaluationError(
+                f"{int((self._times_seen != 1).sum())} tokens did not run exactly once; give the engine more KV memory"
+            )
+
+
+class Engine:
+    """One vLLM engine of this process, for measurements. Use `opened`.
+
+    Args:
+        llm: with the multiprocessing of vLLM's V1 engine switched off
+    """
+
+    def __init__(self, llm: "LLM") -> None:
+        self.llm = llm
+
+    @classmethod
+    @contextmanager
+    def opened(
+        cls,
+        model: str,
+        kv_cache_dtype: str,
+        context: int,
+        sidecar: str | None = None,
+        chunk: int = CHUNK,
+        concurrent: int = CONCURRENT,
+    ) -> Iterator["Engine"]:
+        """Start an engine for prompts of `context` tokens, and end it.
+
+        Args:
+            model: folder or hub id
+            kv_cache_dtype: vLLM's option
+            sidecar: of an OSCAR cache; None: the model's own
+            chunk: tokens that a request advances in a step
+            concurrent: requests side by side
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the hidden states stay in this process
+        from vllm import LLM
+
+        oscar: dict[str, Any] = {"sidecar": sidecar, "pool_share": 0.5}  # no window is shrunk
+        llm = LLM(
+            model,
+            kv_cache_dtype=kv_cache_dtype,
+            additional_config={"oscar": oscar} if kv_cache_dtype == "oscar" else {},
+            max_model_len=context + 1,
+            max_num_seqs=concurrent,
+            max_num_batched_tokens=chunk * concurrent,
+            long_prefill_token_threshold=chunk,
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            kv_cache_memory_bytes=_memory(model, concurrent * (context + 2048)),
+        )
+        engine = cls(llm)
+        try:
+            yield engine
+        finally:
+            engine._close()
+            del llm
+
+    def _close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+    def record(self, windows: torch.Tensor) -> torch.Tensor:
+        """Run the windows as prompts.
+
+        Args:
+            windows: int64 (windows, context), token ids
+
+        Returns:
+            (windows, context, hidden size), what the model's head makes logits of, on the CPU
+
+        Raises:
+            EvaluationError: a token did not run, or ran twice.
+        """
+        from vllm import SamplingParams
+
+        def listen(worker: Any) -> tuple[Recorder, Any]:
+            recorder = Recorder(worker.model_runner, windows)
+            model = worker.model_runner.get_model()
+            return recorder, model.register_forward_hook(recorder, with_kwargs=True)
+
+        recorder, handle = self.llm.collective_rpc(listen)[0]
+        try:
+            prompts = [{"prompt_token_ids": window.tolist()} for window in windows]
+            self.llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, detokenize=False))
+        finally:
+            handle.remove()
+        recorder.check()
+        return recorder.hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states (positions, hidden size) -> logits (positions, vocabulary)."""
+
+        def head(model: torch.nn.Module) -> torch.Tensor:
+            device = next(model.parameters()).device
+            with torch.inference_mode():
+                return model.compute_logits(hidden.to(device))  # type: ignore[operator,no-any-return]
+
+        return self.llm.apply_model(head)[0]
+
+    def compare(
+        self, windows: torch.Tensor, reference: torch.Tensor, hidden: torch.Tensor, first: int = FIRST
+    ) -> Scores:
+        """Score the positions first ... context - 2 of all windows.
+
+        Args:
+            windows: int64 (windows, context), token ids
+            reference, hidden: (windows, context, hidden size), from `record`
+        """
+
+        def window(index: int) -> Scores:
+            parts = []
+            for start in range(first, windows.shape[1] - 1, _POSITIONS):
+                rows = slice(start, min(start + _POSITIONS, windows.shape[1] - 1))
+                ours, theirs = self.logits(hidden[index, rows]), self.logits(reference[index, rows])
+                following = windows[index, rows.start + 1 : rows.stop + 1].to(ours.device)
+                parts.append(Scores.of(theirs, ours, following))
+            return Scores.cat(parts)
+
+        return Scores.stack([window(index) for index in range(len(windows))])
+
+    def statistics(self) -> dict[str, int]:
+        """What the OSCAR cache counted so far; empty for other caches."""
+
+        def runtime(model: torch.nn.Module) -> dict[str, int]:
+            for module in model.modules():
+                found = getattr(getattr(module, "impl", None), "runtime", None)
+                if found is not None:
+                    return dict(found.statistics())
+            return {}
+
+        return self.llm.apply_model(runtime)[0]
+
+
+def _memory(model: str, tokens: int) -> int:
+    """Bytes of a BF16 cache of so many tokens."""
+    from transformers import AutoConfig
+
+    shape = ModelFingerprint.of(AutoConfig.from_pretrained(model))
+    return tokens * shape.num_layers * shape.num_kv_heads * shape.head_size * 2 * 2

@@ -1,0 +1,48 @@
+"""Results as a table and as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from vllm_oscar.evaluation.measure import Result
+
+
+def table(results: Sequence[Result]) -> str:
+    """Fixed-width text, one line for each method."""
+    head = "cache           bits  INT2 reads        KL       +-   KL p99      ppl    ppl %  top-1 %"
+    lines = [head, "-" * len(head)]
+    for r in results:
+        share = "-" if r.int2_reads is None else f"{100 * r.int2_reads:.1f}%"
+        lines.append(
+            f"{r.method:<14}{r.bits:>6.2f}{share:>12}{r.kl:>10.4f}{r.kl_error:>9.4f}{r.kl_p99:>9.3f}"
+            f"{r.perplexity:>9.3f}{100 * r.perplexity_change:>+9.2f}{100 * r.top1:>9.2f}"
+        )
+    r = results[0]
+    lines.append(
+        f"{r.windows} windows of {r.context} tokens, scored from position {r.first} on, 16 tokens a step; KL to bf16; "
+        f"+- standard error over windows"
+    )
+    return "\n".join(lines)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """KL and perplexity of each method as bars, on a logarithmic axis, to a picture file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    shown = [r for r in results[1:] if r.kl > 0]
+    figure = Figure(figsize=(7, 0.6 + 0.5 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(
+        [r.method for r in shown], [r.kl for r in shown], xerr=[r.kl_error for r in shown], color="#4c72b0"
+    )
+    labels = [f" {r.kl:.4f}, perplexity {100 * r.perplexity_change:+.2f}%, {r.bits:g} bits" for r in shown]
+    axes.bar_label(bars, labels)
+    axes.set_xscale("log")
+    axes.set_xlim(min(r.kl for r in shown) / 2, max(r.kl for r in shown) * 50)  # room for the labels
+    axes.invert_yaxis()
+    axes.set_xlabel("KL divergence to the BF16 cache (nats)")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
