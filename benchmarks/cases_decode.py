@@ -55,7 +55,9 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> torch.Tensor:
     build_segments(
         cache.seq_lens, case.q_len, cache.table.limits, case.head_size, case.sliding_window, segments
     )
-    workspace = DecodeWorkspace.allocate(cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device)
+    workspace = DecodeWorkspace.allocate(
+        cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device, cache.table.contract
+    )
     for tensor in (workspace.folded, workspace.sums, workspace.partial, workspace.lse):
         tensor.fill_(float("nan"))
     out = torch.full_like(query, float("nan"))

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Decode attention over INT2 pages and their BF16 copies.
 
-Three launches: `fold` (queries), the kernel here (partials of segments), `merge` (output). One program reads one
-segment of one KV head with one warp. Everything is transposed: tokens, then channels, are the rows of the
+Three launches: `prepare` (queries, and where the copies are), the kernel here (partials of segments), `merge`
+(output). One program reads one segment of one KV head with one warp. Everything is transposed: tokens, then channels, are the rows of the
 tensor-core tiles, the (query, head) pairs of the KV head are the columns.
 
     scores   s = sum over bit positions J of unpack_J(key units [T, U]) . q_J [U, N]
@@ -19,9 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_oscar.hot_pool import HotPool, SlotTable
-from vllm_oscar.kernels.fold import fold_queries
+from vllm_oscar.errors import ConfigError
+from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels.merge import merge_segments
+from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
 from vllm_oscar.kernels.segments import FIELDS, TILE, Segments, granule, programs_per_wave
 from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack, weight_exponent
 from vllm_oscar.page_layout import PageLayout
@@ -30,16 +31,25 @@ from vllm_oscar.rotation import Transform
 _NEVER: tl.constexpr = tl.constexpr(1 << 30)  # position of a token that no query sees
 _HIDDEN: tl.constexpr = tl.constexpr(-1e30)  # its logit
 _STAGES = 5  # of the plain loop: the block-table load takes two of them
+_COPY_STAGES = 3
 
 
 @triton.jit
 def _spread(x, N: tl.constexpr, PARITIES: tl.constexpr):
-    """Per-token values [R, parities] -> something that broadcasts with [R, parities * N]."""
+    """Per-token values, one [R] a parity -> something that broadcasts with [R, parities * N]."""
     if PARITIES == 1:
-        return x
+        return x[0][:, None]
     else:  # noqa: RET505  (Triton compiles what follows a return as well)
-        R: tl.constexpr = x.shape[0]
-        return tl.reshape(tl.broadcast_to(x[:, :, None], (R, PARITIES, N)), (R, PARITIES * N))
+        return tl.where((tl.arange(0, 2 * N) < N)[None, :], x[0][:, None], x[1][:, None])
+
+
+@triton.jit
+def _spread_t(x, N: tl.constexpr, PARITIES: tl.constexpr):
+    """The same transposed."""
+    if PARITIES == 1:
+        return x[0][None, :]
+    else:  # noqa: RET505
+        return tl.where((tl.arange(0, 2 * N) < N)[:, None], x[0][None, :], x[1][None, :])
 
 
 @triton.jit
@@ -76,7 +86,10 @@ def _plain_step(
     N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of INT2 tokens. key, value: element offsets [R, UP], [UP, R]; meta: of the first word [R, parities]."""
+    """One tile of INT2 tokens.
+
+    key, value: element offsets [R, UP], [UP, R]; meta: of the first word, one [R] a parity; position: likewise.
+    """
     R: tl.constexpr = key.shape[0]
     C: tl.constexpr = PARITIES * N
     IN_GROUP: tl.constexpr = POSITIONS // GROUPS
@@ -92,8 +105,13 @@ def _plain_step(
         s = tl.dot(unpack(k16, g * IN_GROUP), q[g * IN_GROUP])
         for j in tl.static_range(1, IN_GROUP):
             s = tl.dot(unpack(k16, g * IN_GROUP + j), q[g * IN_GROUP + j], s)
-        word = tl.load(pages32 + meta + g)
-        term = s * _spread(scale_of(word) * factor, N, PARITIES) + _spread(offset_of(word), N, PARITIES) * sums[g][None, :]
+        scale = ()
+        offset = ()
+        for parity in tl.static_range(PARITIES):
+            word = tl.load(pages32 + meta[parity] + g)
+            scale = scale + (scale_of(word) * factor,)
+            offset = offset + (offset_of(word),)
+        term = s * _spread(scale, N, PARITIES) + _spread(offset, N, PARITIES) * sums[g][None, :]
         x = term if g == 0 else x + term  # noqa: F821
     if CAPPED:
         x = _capped(x + constant[None, :], cap)
@@ -104,12 +122,17 @@ def _plain_step(
     new_offsets = ()
     new_o = ()
     for g in tl.static_range(GROUPS):
-        word = tl.load(pages32 + meta + GROUPS + g)
-        if MASKED:  # a token that nobody sees may have anything here
-            word = tl.where(position < _NEVER, word, 0)
-        weighted = tl.reshape(p * _spread(offset_of(word), N, PARITIES), (R // 8, 8, C))
+        scale = ()
+        offset = ()
+        for parity in tl.static_range(PARITIES):
+            word = tl.load(pages32 + meta[parity] + GROUPS + g)
+            if MASKED:  # a token that nobody sees may have anything here
+                word = tl.where(position[parity] < _NEVER, word, 0)
+            scale = scale + (scale_of(word) * 256.0,)
+            offset = offset + (offset_of(word),)
+        weighted = tl.reshape(p * _spread(offset, N, PARITIES), (R // 8, 8, C))
         new_offsets = new_offsets + (offsets[g] * decay[None, :] + tl.sum(weighted, 0),)
-        ph = (p * _spread(scale_of(word) * 256.0, N, PARITIES)).to(tl.float16)
+        ph = (p * _spread(scale, N, PARITIES)).to(tl.float16)
         for j in tl.static_range(IN_GROUP):
             scaled = o[g * IN_GROUP + j] * decay[None, :]
             new_o = new_o + (tl.dot(unpack(v16, g * IN_GROUP + j), ph, scaled),)
@@ -122,21 +145,24 @@ def _copies_step(
     N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
-    """One granule of BF16 copies. key, value: element offsets [R, UP], [UP, R] of channel 0 of each unit."""
-    # rows that prove nothing may hold NaN, which not even a weight of zero would stop; fp16 has all bits of BF16,
-    # and transformed rows, normalised to unit variance, stay far inside its range
+    """One granule of BF16 copies.
+
+    key, value: element offsets [R, UP], [UP, R] of channel 0 of each unit; hot: tokens that have one, a [R] a parity
+    """
     R: tl.constexpr = key.shape[0]
     C: tl.constexpr = PARITIES * N
     u = tl.arange(0, UP)
-    keep = hot & (u < PARITIES * U)[None, :]
-    keep_t = tl.trans(hot) & (u < PARITIES * U)[:, None]
+    # a row that proves nothing may hold NaN, which not even a weight of zero would stop; fp16 has all bits of BF16,
+    # and transformed rows, normalised to unit variance, stay far inside its range
+    keep = _spread(hot, UP // PARITIES, PARITIES) & (u < PARITIES * U)[None, :]
+    keep_t = _spread_t(hot, UP // PARITIES, PARITIES) & (u < PARITIES * U)[:, None]
     # q_J carries 4^-(J mod 5): Horner's scheme over the exponents, largest first
     s = tl.zeros([R, C], tl.float32)
     for i in tl.static_range(4, -1, -1):
-        k = tl.where(keep, tl.load(rows + key + i * U), 0.0).to(tl.float16)
+        k = tl.load(rows + key + i * U, mask=keep, other=0.0).to(tl.float16)
         s = tl.dot(k, q[i], s * 4.0)
         if i + 5 < POSITIONS:
-            k = tl.where(keep, tl.load(rows + key + (i + 5) * U), 0.0).to(tl.float16)
+            k = tl.load(rows + key + (i + 5) * U, mask=keep, other=0.0).to(tl.float16)
             s = tl.dot(k, q[i + 5], s)
     x = s * (factor * 5.9604644775390625e-08)  # 2^-24, which the codes have and the copies have not
     if CAPPED:
@@ -149,20 +175,57 @@ def _copies_step(
         new_offsets = new_offsets + (offsets[g] * decay[None, :],)
     new_o = ()
     for j in tl.static_range(POSITIONS):
-        v = tl.where(keep_t, tl.load(rows + value + j * U), 0.0).to(tl.float16)
+        v = tl.load(rows + value + j * U, mask=keep_t, other=0.0).to(tl.float16)
         new_o = new_o + (o[j] * decay[None, :] + tl.dot(v, ph) * (4 ** (j % 5) / 16777216),)  # 4^i 2^-24
     return m, total, new_offsets, new_o
 
 
 @triton.jit
+def _tile(
+    table, t0, r, length, page_block_stride, inside,
+    P: tl.constexpr, T: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, W: tl.constexpr,
+    VALUE: tl.constexpr, META: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Element offsets of a tile from token t0 on (see `_plain_step`); tokens may lie past the end if PARTIAL."""
+    u = tl.arange(0, UP)
+    if P % T == 0 and not PARTIAL:  # in one page
+        base = tl.load(table + t0 // P).to(tl.int64) * page_block_stride + inside
+        off = t0 % P
+        key = base * 2 + off * U + r[:, None] * U + u[None, :]
+        value = base * 2 + VALUE // 2 + off * U + r[None, :] * U + u[:, None]
+        word = base + META // 4 + off * W + r * W
+    else:
+        token = t0 + r
+        if PARTIAL:
+            base = tl.load(table + tl.minimum(token, length - 1) // P).to(tl.int64) * page_block_stride + inside
+        else:
+            base = tl.load(table + token // P).to(tl.int64) * page_block_stride + inside
+        off = token % P
+        key = (base * 2 + off * U)[:, None] + u[None, :]
+        value = (base * 2 + VALUE // 2 + off * U)[None, :] + u[:, None]
+        word = base + META // 4 + off * W
+    meta = (word,)
+    if PARITIES == 2:
+        meta = (word, word + W)
+    return key, value, meta
+
+
+@triton.jit
+def _slot(copies, token, origin, end, SINKS: tl.constexpr):
+    """Slot of each token's copy, or -1; -1 too from `end` on."""
+    entry = tl.where(token < SINKS, token, token - origin + SINKS)
+    return tl.load(copies + entry, mask=(token < end) & ((token < SINKS) | (token >= origin)), other=-1)
+
+
+@triton.jit
 def _decode(
-    folded, sums_ptr, pages16, pages32, rows, words, slot_of_block, limits, block_table, seq_lens, segments,
-    partial, lse, cap, page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride,
-    words_slot_stride, words_head_stride, table_stride,
+    folded, sums_ptr, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial, lse, cap,
+    page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
     N: tl.constexpr, TILES: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr,
     D: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr,
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
+    T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
@@ -177,15 +240,12 @@ def _decode(
     fast_hi = tl.load(entry + 3)
     hi = tl.load(entry + 4)
     length = tl.load(seq_lens + seq)
-    sink = tl.load(limits)
-    recent = length - Q_LEN + 1 - tl.load(limits + 1)
     table = block_table + seq.to(tl.int64) * table_stride
 
     C: tl.constexpr = PARITIES * N
     W: tl.constexpr = 2 * GROUPS  # words of a token
     u = tl.arange(0, UP)
     c = tl.arange(0, C)
-    par = tl.arange(0, PARITIES)
     index = seq * tl.num_programs(0) + place
     q = ()
     for j in tl.static_range(POSITIONS):
@@ -213,58 +273,60 @@ def _decode(
         o = o + (tl.zeros([UP, C], tl.float32),)
 
     # whole tiles of plain INT2, no mask
+    inside = head * page_head_stride
     r = tl.arange(0, T // PARITIES) * PARITIES
-    inside = (head * page_head_stride).to(tl.int64)
     for t0 in tl.range(fast_lo, fast_hi, T, num_stages=STAGES):
-        if P % T == 0:  # one page
-            base = tl.load(table + t0 // P).to(tl.int64) * page_block_stride + inside
-            start = t0 % P
-            key = base * 2 + start * U + r[:, None] * U + u[None, :]
-            value = base * 2 + VALUE // 2 + start * U + r[None, :] * U + u[:, None]
-            meta = base + META // 4 + start * W + r[:, None] * W + par[None, :] * W
-        else:
-            base = tl.load(table + (t0 + r) // P).to(tl.int64) * page_block_stride + inside
-            off = (t0 + r) % P
-            key = (base * 2 + off * U)[:, None] + u[None, :]
-            value = (base * 2 + VALUE // 2 + off * U)[None, :] + u[:, None]
-            meta = (base + META // 4 + off * W)[:, None] + par[None, :] * W
+        key, value, meta = _tile(
+            table, t0, r, length, page_block_stride, inside, P, T, U, UP, PARITIES, W, VALUE, META, False
+        )
         m, total, offsets, o = _plain_step(
-            pages16, pages32, key, value, meta, q, factor, sums, constant, cap, 0, last, m, total, offsets, o,
+            pages16, pages32, key, value, meta, q, factor, sums, constant, cap, meta, last, m, total, offsets, o,
             N, PARITIES, GROUPS, CAPPED, False, SLIDING_WINDOW, U, UP,
         )  # fmt: skip
 
-    # everything else, a granule at a time: each token from its copy or from its page
-    gr = tl.arange(0, G // PARITIES) * PARITIES
+    # the rest: first what has no copy, which is little or nothing
+    copies += (seq * (tl.num_programs(0) // TILES) + place // TILES) * CAPACITY
+    origin = window_origin(length, Q_LEN, WINDOW, T)
+    before = tl.cdiv(fast_lo - lo, T)
+    for i in tl.range(0, before + tl.cdiv(hi - fast_hi, T), num_stages=1):
+        t0 = tl.where(i < before, lo + i * T, fast_hi + (i - before) * T)
+        end = tl.where(i < before, fast_lo, hi)
+        position = ()
+        most = 0
+        for parity in tl.static_range(PARITIES):
+            token = t0 + r + parity
+            cold = (token < end) & (_slot(copies, token, origin, end, SINKS) < 0)
+            position = position + (tl.where(cold, token, _NEVER),)
+            most += tl.sum(cold.to(tl.int32), 0)
+        if most > 0:
+            key, value, meta = _tile(
+                table, t0, r, length, page_block_stride, inside, P, T, U, UP, PARITIES, W, VALUE, META, True
+            )
+            m, total, offsets, o = _plain_step(
+                pages16, pages32, key, value, meta, q, factor, sums, constant, cap, position, last,
+                m, total, offsets, o, N, PARITIES, GROUPS, CAPPED, True, SLIDING_WINDOW, U, UP,
+            )  # fmt: skip
+
+    # then the copies
+    r = tl.arange(0, G // PARITIES) * PARITIES
+    inner = u // U % PARITIES * D + u % U
     before = tl.cdiv(fast_lo - lo, G)
-    after = tl.cdiv(hi - fast_hi, G)
-    for i in tl.range(0, before + after):
+    for i in tl.range(0, before + tl.cdiv(hi - fast_hi, G), num_stages=COPY_STAGES):
         t0 = tl.where(i < before, lo + i * G, fast_hi + (i - before) * G)
         end = tl.where(i < before, fast_lo, hi)
-        token = (t0 + gr)[:, None] + par[None, :]
-        exists = token < end
-        block = tl.load(table + tl.minimum(t0 + gr, length - 1) // P)
-        base = block.to(tl.int64) * page_block_stride + inside
-        off = (t0 + gr) % P
-        meta = (base + META // 4 + off * W)[:, None] + par[None, :] * W
-        slot = tl.load(slot_of_block + block)
-        hot = exists & ((token < sink) | (token >= recent)) & (slot >= 0)[:, None]
-        slot = tl.maximum(slot, 0).to(tl.int64)
-        proof = (slot * words_slot_stride + head * words_head_stride + off * W)[:, None] + par[None, :] * W
-        for w in tl.static_range(W):
-            hot = hot & (tl.load(pages32 + meta + w) == tl.load(words + proof + w))
-
-        key = (base * 2 + off * U)[:, None] + u[None, :]
-        value = (base * 2 + VALUE // 2 + off * U)[None, :] + u[:, None]
-        m, total, offsets, o = _plain_step(
-            pages16, pages32, key, value, meta, q, factor, sums, constant, cap,
-            tl.where(exists & ~hot, token, _NEVER), last, m, total, offsets, o,
-            N, PARITIES, GROUPS, CAPPED, True, SLIDING_WINDOW, U, UP,
-        )  # fmt: skip
-        copy = slot * rows_slot_stride + head * rows_head_stride + off * D
-        inner = u // U % PARITIES * D + u % U
+        position = ()
+        hot = ()
+        slot = tl.zeros([G // PARITIES], tl.int32)
+        for parity in tl.static_range(PARITIES):
+            token = t0 + r + parity
+            found = _slot(copies, token, origin, end, SINKS)
+            hot = hot + (found >= 0,)
+            position = position + (tl.where(found >= 0, token, _NEVER),)
+            slot = tl.maximum(slot, found)  # both tokens of a pair are in one block
+        copy = slot.to(tl.int64) * rows_slot_stride + head * rows_head_stride + (t0 + r) % P * D
         m, total, offsets, o = _copies_step(
-            rows, copy[:, None] + inner[None, :], (copy + P * D)[None, :] + inner[:, None], _spread(hot, U, PARITIES),
-            q, factor, constant, cap, tl.where(hot, token, _NEVER), last, m, total, offsets, o,
+            rows, copy[:, None] + inner[None, :], (copy + P * D)[None, :] + inner[:, None], hot,
+            q, factor, constant, cap, position, last, m, total, offsets, o,
             N, PARITIES, GROUPS, CAPPED, SLIDING_WINDOW, U, UP,
         )  # fmt: skip
 
@@ -278,8 +340,10 @@ def _decode(
         share = tl.exp2(m - tl.reshape(tl.broadcast_to(top[None, :], (2, N)), (C,)))
         sum_n = tl.sum(tl.reshape(sum_c * share, (2, N)), 0)
     sum_n = tl.maximum(sum_n, 1e-30)
+    share_n = 1.0 / sum_n
     n = tl.arange(0, N)
-    out = (segment.to(tl.int64) * tl.num_programs(0) + place) * N
+    row = (segment.to(tl.int64) * tl.num_programs(0) + place) * N + n
+    used = (place % TILES) * N + n < Q_LEN * RATIO
     for j in tl.static_range(POSITIONS):
         offset = tl.sum(offsets[j // (POSITIONS // GROUPS)], 0)
         y = o[j] * (65536.0 / 4 ** (j % 5))  # 2^24 of the denormals, 256 of the probabilities
@@ -287,10 +351,10 @@ def _decode(
             y = tl.where((u // U)[:, None] == (c // N)[None, :], y * share[None, :], 0.0)
             y = tl.sum(tl.sum(tl.reshape(y, (2, U, 2, N)), 2), 0)
             offset = tl.sum(tl.reshape(offset * share, (2, N)), 0)
-        y = (y + offset[None, :]) / sum_n[None, :]
+        y = (y + offset[None, :]) * share_n[None, :]
         v = tl.arange(0, UP // PARITIES)
-        tl.store(partial + out * D + (j * U + v)[:, None] * N + n[None, :], y, mask=(v < U)[:, None])
-    tl.store(lse + out + n, top + tl.log2(sum_n))
+        tl.store(partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :])
+    tl.store(lse + row, top + tl.log2(sum_n))
 
 
 @dataclass(frozen=True)
@@ -328,24 +392,34 @@ class DecodeWorkspace:
     """Intermediate results, shared by all layers of one shape. Contents do not outlive a call.
 
     Attributes:
-        folded, sums: see `fold`
+        folded, sums, copies: see `prepare`
         partial, lse: see `merge`
     """
 
     folded: torch.Tensor
     sums: torch.Tensor
+    copies: torch.Tensor
     partial: torch.Tensor
     lse: torch.Tensor
 
     @classmethod
     def allocate(
-        cls, layout: PageLayout, kv_heads: int, ratio: int, max_seqs: int, max_q_len: int, device: torch.device
+        cls,
+        layout: PageLayout,
+        kv_heads: int,
+        ratio: int,
+        max_seqs: int,
+        max_q_len: int,
+        device: torch.device,
+        contract: HotContract | None = None,
     ) -> "DecodeWorkspace":
         """Room for decode batches of up to max_seqs sequences of up to max_q_len queries each.
 
         Args:
             ratio: query heads of a KV head
+            contract: which tokens may have copies; by default up to 64 sinks and a window of 256
         """
+        contract = contract or HotContract(64, 256, layout.block_size)
         shapes = [column_tiles(q_len, ratio) for q_len in range(1, max_q_len + 1)]
         columns = kv_heads * max(n * tiles for n, tiles in shapes)
         partials = max(
@@ -358,7 +432,10 @@ class DecodeWorkspace:
         return cls(
             folded=torch.empty(max_seqs * columns * layout.head_size, dtype=torch.float16, device=device),
             sums=floats(max_seqs * columns * (layout.groups + 2)),
-            partial=floats(partials * layout.head_size),
+            copies=torch.empty(
+                max_seqs * kv_heads * copies_capacity(contract, max_q_len), dtype=torch.int32, device=device
+            ),
+            partial=torch.empty(partials * layout.head_size, dtype=torch.float16, device=device),
             lse=floats(partials),
         )
 
@@ -397,23 +474,26 @@ def decode_attention(
     """
     heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
     n, tiles = column_tiles(q_len, ratio)
-    fold_queries(
-        query, tables.key_inverse, tables.key_mean, scale, q_len, layout.groups, (n, tiles), soft_cap > 0,
-        workspace.folded, workspace.sums,
+    capacity = copies_capacity(table.contract, q_len)
+    if workspace.copies.numel() < seq_lens.shape[0] * heads * capacity:
+        raise ConfigError(f"the decode workspace was allocated for a smaller contract than {table.contract}")
+    words = pages[..., : layout.head_bytes].view(torch.int32)
+    prepare(
+        query, tables.key_inverse, tables.key_mean, scale, q_len, (n, tiles), soft_cap > 0, words, layout, pool,
+        table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
     )  # fmt: skip
-    words = pages[..., : layout.head_bytes]
     parities = 2 if layout.head_size == 64 else 1
     _decode[(heads * tiles, segments.table.shape[0])](
-        workspace.folded, workspace.sums, words.view(torch.int16), words.view(torch.int32),
-        pool.rows, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, segments.table,
-        workspace.partial, workspace.lse, soft_cap * 1.4426950408889634,
-        pages.stride(0) // 4, pages.stride(1) // 4, pool.rows.stride(0), pool.rows.stride(1),
-        pool.words.stride(0), pool.words.stride(1), block_table.stride(0),
+        workspace.folded, workspace.sums, workspace.copies, words.view(torch.int16), words, pool.rows,
+        block_table, seq_lens, segments.table, workspace.partial, workspace.lse, soft_cap * 1.4426950408889634,
+        words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1), block_table.stride(0),
         N=n, TILES=tiles, RATIO=ratio, Q_LEN=q_len,
         D=layout.head_size, U=layout.units, UP=triton.next_power_of_2(parities * layout.units), PARITIES=parities,
         GROUPS=layout.groups, P=layout.block_size, VALUE=layout.value_codes_offset, META=layout.meta_offset,
         SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
-        T=TILE, G=granule(layout.head_size), COLUMNS=FIELDS.value, STAGES=_STAGES, num_warps=1,
+        SINKS=sink_capacity(table.contract), WINDOW=table.contract.window, CAPACITY=capacity,
+        T=TILE, G=granule(layout.head_size), COLUMNS=FIELDS.value, STAGES=_STAGES, COPY_STAGES=_COPY_STAGES,
+        num_warps=1,
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out

@@ -1,5 +1,10 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Partial attention of a sequence's segments -> the layer's output, o_y B_V + m_V."""
+"""Partial attention of a sequence's segments -> the layer's output, o_y B_V + m_V.
+
+A program computes some channels of the output, for which it needs the whole merged row: for small batches the merge
+is done once per slice of channels, which costs less than another launch. Large batches have few segments a sequence
+and share the matrix instead.
+"""
 
 import torch
 import triton
@@ -7,45 +12,64 @@ import triton.language as tl
 
 from vllm_oscar.kernels.segments import Segments
 
-_ROWS = 64  # output channels computed at a time
+_SMALL = 512  # (sequence, column tile) pairs up to which channels are sliced
 
 
 @triton.jit
 def _merge(
-    partial, lse, first, inverse, mean, out, stride_token, stride_head,
+    partial, lse, first, inverse, mean, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    place, seq = tl.program_id(0), tl.program_id(1)
+    """SEQS sequences, BLOCK of their segments at a time, ROWS channels of the output."""
+    place = tl.program_id(0)
     head, tile = place // TILES, place % TILES
-    begin = tl.load(first + seq)
-    end = tl.load(first + seq + 1)
-    n, d, s = tl.arange(0, N), tl.arange(0, DP), tl.arange(0, BLOCK)
-    acc = tl.zeros([DP, N], tl.float32)
-    total = tl.zeros([N], tl.float32)
-    m = tl.full([N], -1e30, tl.float32)
-    for start in range(begin, end, BLOCK):
-        kept = start + s < end
-        index = (start + s).to(tl.int64) * (HEADS * TILES) + place
-        logs = tl.load(lse + index[:, None] * N + n[None, :], mask=kept[:, None], other=-1e30)
-        rows = partial + index[:, None, None] * (D * N) + d[None, :, None] * N + n[None, None, :]
-        part = tl.load(rows, mask=kept[:, None, None] & (d < D)[None, :, None], other=0.0)
-        new = tl.maximum(m, tl.max(logs, 0))
-        decay = tl.exp2(m - new)
-        weight = tl.where(kept[:, None], tl.exp2(logs - new[None, :]), 0.0)
-        m = new
-        total = total * decay + tl.sum(weight, 0)
-        acc = acc * decay[None, :] + tl.sum(part * weight[:, None, :], 0)
-    y = acc / tl.maximum(total, 1e-30)[None, :]
+    e = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, DP)
+    inside = (e < D)[:, None] & (d < D)[None, :]
+    b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=inside, other=0.0)
+    centre = tl.load(mean + head * D + e, mask=e < D, other=0.0)
 
-    pair = tile * N + n
-    token = seq * Q_LEN + pair // RATIO
-    target = out + token.to(tl.int64) * stride_token + (head * RATIO + pair % RATIO) * stride_head
-    for row in range(0, D, ROWS):
-        e = row + tl.arange(0, ROWS)
-        b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=(e < D)[:, None] & (d < D)[None, :], other=0.0)
-        x = tl.dot(b, y) + tl.load(mean + head * D + e, mask=e < D, other=0.0)[:, None]
-        tl.store(target[None, :] + e[:, None], x.to(out.dtype.element_ty), mask=(pair < Q_LEN * RATIO)[None, :] & (e < D)[:, None])
+    # a row is (which segment of a block, sequence, column); each keeps its own maximum until the end
+    row = tl.arange(0, BLOCK * SEQS * N)
+    ahead = row // (SEQS * N)
+    seq = tl.program_id(1) * SEQS + row // N % SEQS
+    column = row % N
+    begin = tl.load(first + seq, mask=seq < seqs, other=0)
+    count = tl.load(first + seq + 1, mask=seq < seqs, other=0) - begin
+    count = tl.where(tile * N + column < Q_LEN * RATIO, count, 0)
+    m = tl.full([BLOCK * SEQS * N], -1e30, tl.float32)
+    total = tl.zeros([BLOCK * SEQS * N], tl.float32)
+    acc = tl.zeros([BLOCK * SEQS * N, DP], tl.float32)
+    for start in tl.range(0, tl.max(count, 0), BLOCK, num_stages=4):
+        kept = start + ahead < count
+        at = ((begin + start + ahead).to(tl.int64) * (HEADS * TILES) + place) * N + column
+        logs = tl.load(lse + at, mask=kept, other=-1e30)
+        part = tl.load(partial + at[:, None] * D + d[None, :], mask=kept[:, None] & (d < D)[None, :], other=0.0)
+        new = tl.maximum(m, logs)
+        decay = tl.exp2(m - new)
+        weight = tl.exp2(logs - new)
+        m = new
+        total = total * decay + weight
+        acc = acc * decay[:, None] + part.to(tl.float32) * weight[:, None]
+
+    C: tl.constexpr = SEQS * N
+    if BLOCK > 1:
+        top = tl.max(tl.reshape(m, (BLOCK, C)), 0)
+        weight = tl.exp2(tl.reshape(m, (BLOCK, C)) - top[None, :])
+        total = tl.sum(tl.reshape(total, (BLOCK, C)) * weight, 0)
+        acc *= tl.reshape(weight, (BLOCK * C,))[:, None]
+        acc = tl.sum(tl.reshape(acc, (BLOCK, C, DP)), 0)
+    y = acc / tl.maximum(total, 1e-30)[:, None]
+
+    x = tl.dot(b, tl.trans(y)) + centre[:, None]
+    column = tl.arange(0, C)
+    seq = tl.program_id(1) * SEQS + column // N
+    pair = tile * N + column % N
+    token = (seq * Q_LEN + pair // RATIO).to(tl.int64)
+    target = out + token * stride_token + (head * RATIO + pair % RATIO) * stride_head
+    kept = (seq < seqs) & (pair < Q_LEN * RATIO)
+    tl.store(target[None, :] + e[:, None], x.to(out.dtype.element_ty), mask=kept[None, :] & (e < D)[:, None])
 
 
 def merge_segments(
@@ -61,7 +85,7 @@ def merge_segments(
     """One launch from the decode kernel's partials to the output.
 
     Args:
-        partial: float32 (segments, KV heads, tiles, D, N), normalised
+        partial: float16 (segments, KV heads, tiles, N, D), normalised
         lse: float32 (segments, KV heads, tiles, N), log2 of the sum of exp2
         inverse_t: B_V transposed, float32 (KV heads, D, D), contiguous
         mean: m_V, float32 (KV heads, D)
@@ -70,8 +94,14 @@ def merge_segments(
     heads, head_size = mean.shape
     n, tiles = tile
     seqs = segments.first.shape[0] - 1
-    _merge[(heads * tiles, seqs)](
-        partial, lse, segments.first, inverse_t, mean, out, out.stride(0), out.stride(1),
+    padded = triton.next_power_of_2(head_size)
+    if seqs * heads * tiles <= _SMALL:
+        share, rows = 1, 32
+        block = min(8, triton.next_power_of_2(segments.table.shape[0] // seqs), 8192 // (n * padded))
+    else:
+        share, rows, block = 4, min(128, padded), 1
+    _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
+        partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n,
-        D=head_size, DP=triton.next_power_of_2(head_size), BLOCK=4, ROWS=_ROWS, num_warps=4,
+        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, num_warps=4,
     )  # fmt: skip

@@ -1,0 +1,193 @@
+# mypy: disable-error-code="no-untyped-def"
+"""What the decode kernel wants to know beforehand, in one launch: folded queries, and where each token's copy is.
+
+Columns of a KV head are its (query, head) pairs, query-major, in tiles of N. For each sequence, KV head and tile
+
+    folded  fp16 (D, N)             q B_K' * 2^k / 4^(j mod 5), channel d = u + (D/8) j; 2^k brings the largest
+                                    magnitude of the tile to [2^13, 2^14)
+    sums    fp32 (1 + N (groups+1)) what turns a score of codes into a logit in units of log 2; then per group the
+                                    sum of q B_K', times that of the softmax; then a q . m_K (soft cap only)
+
+and for each sequence and KV head
+
+    copies  int32 (capacity,)       the slot that holds a proven copy of a token, or -1: first the tokens that may be
+                                    sinks, then those from `origin` on, which may be in the window
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.kernels.segments import TILE
+from vllm_oscar.kernels.unpack import POSITIONS, weight_exponent
+from vllm_oscar.page_layout import PageLayout
+
+_CHUNK = 32  # channels of the query that one step of the product takes
+_TOKENS = 128  # that one program looks for copies of
+
+
+def sink_capacity(contract: HotContract) -> int:
+    """Entries of `copies` for sinks."""
+    return triton.cdiv(contract.sink, TILE) * TILE
+
+
+def copies_capacity(contract: HotContract, q_len: int) -> int:
+    """Entries of `copies` of one sequence and KV head."""
+    return sink_capacity(contract) + contract.window + q_len + TILE
+
+
+@triton.jit
+def window_origin(length, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, T: tl.constexpr):
+    """A whole tile at or below every token that any window in force can reach."""
+    return tl.maximum(length - Q_LEN + 1 - WINDOW, 0) // T * T
+
+
+@triton.jit
+def _fold(
+    query, inverse, mean, folded, sums, first, head, tile, seqs, scale, stride_token, stride_head,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Queries of SEQS sequences from `first` on."""
+    column = tl.arange(0, SEQS * N)
+    seq = first + column // N
+    pair = tile * N + column % N
+    used = (seq < seqs) & (pair < Q_LEN * RATIO)
+    row = query + (seq * Q_LEN + pair // RATIO).to(tl.int64) * stride_token
+    row += (head * RATIO + pair % RATIO) * stride_head
+    e = tl.arange(0, DP)
+    acc = tl.zeros([DP, SEQS * N], tl.float32)
+    constant = tl.zeros([SEQS * N], tl.float32)
+    for start in range(0, D, CHUNK):
+        d = start + tl.arange(0, CHUNK)
+        q = tl.load(row[None, :] + d[:, None], mask=used[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
+        inside = (e < D)[:, None] & (d < D)[None, :]
+        b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=inside, other=0.0)
+        acc = tl.dot(b, q, acc)
+        if CONSTANT:
+            m = tl.load(mean + head * D + d, mask=d < D, other=0.0)
+            constant += tl.sum(q * m[:, None], 0)
+
+    log_scale = scale * 1.4426950408889634
+    largest = tl.max(tl.max(tl.reshape(tl.abs(acc), (DP, SEQS, N)), 2), 0)
+    largest = tl.maximum(largest, 1e-20)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^floor(log2)
+    per_column = tl.reshape(tl.broadcast_to((8192.0 / power)[:, None], (SEQS, N)), (SEQS * N,))
+    weight = 1.0 / (1 << weight_exponent(e // (D // POSITIONS))).to(tl.float32)
+    place = (seq * HEADS + head) * TILES + tile
+    out = folded + place.to(tl.int64)[None, :] * (D * N) + e[:, None] * N + (column % N)[None, :]
+    stored = (acc * per_column[None, :] * weight[:, None]).to(tl.float16)
+    tl.store(out, stored, mask=(e < D)[:, None] & (seq < seqs)[None, :])
+
+    size: tl.constexpr = 1 + N * (GROUPS + 1)
+    each = first + tl.arange(0, SEQS)
+    # codes come as code * 4^i * 2^-24, queries as q * 8192/power / 4^i
+    tl.store(sums + ((each * HEADS + head) * TILES + tile) * size, power * (2048.0 * log_scale), mask=each < seqs)
+    sums += place * size + 1 + column % N
+    for g in tl.static_range(GROUPS):
+        total = tl.sum(tl.where((e // (D // GROUPS) == g)[:, None], acc, 0.0), 0)
+        tl.store(sums + g * N, total * log_scale, mask=seq < seqs)
+    if CONSTANT:
+        tl.store(sums + GROUPS * N, constant * log_scale, mask=seq < seqs)
+
+
+@triton.jit
+def _find_copies(
+    pages32, words, slot_of_block, limits, table, length, copies, first, head,
+    page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
+    Q_LEN: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Entries from `first` on of one sequence and head: a copy counts if the contract names its token and its words
+    are the page's."""
+    i = first + tl.arange(0, TOKENS)
+    token = tl.where(i < SINKS, i, window_origin(length, Q_LEN, WINDOW, T) + i - SINKS)
+    named = (token < tl.load(limits)) | (token >= length - Q_LEN + 1 - tl.load(limits + 1))
+    named = named & (token < length) & (i < CAPACITY)
+    block = tl.load(table + token // P, mask=named, other=0)
+    slot = tl.load(slot_of_block + block, mask=named, other=-1)
+    kept = slot >= 0
+    off = token % P * (2 * GROUPS)
+    page = pages32 + block.to(tl.int64) * page_block_stride + head.to(tl.int64) * page_head_stride + META // 4 + off
+    proof = words + slot.to(tl.int64) * words_slot_stride + head * words_head_stride + off
+    proven = kept
+    for w in tl.static_range(2 * GROUPS):
+        proven = proven & (tl.load(page + w, mask=kept, other=0) == tl.load(proof + w, mask=kept, other=0))
+    tl.store(copies + i, tl.where(proven, slot, -1), mask=i < CAPACITY)
+
+
+@triton.jit
+def _prepare(
+    query, inverse, mean, folded, sums, seqs, scale, stride_token, stride_head,
+    pages32, words, slot_of_block, limits, block_table, seq_lens, copies,
+    page_block_stride, page_head_stride, words_slot_stride, words_head_stride, table_stride,
+    HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
+    CHUNK: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
+    CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The first programs fold, the others look for copies."""
+    program, head = tl.program_id(0), tl.program_id(1)
+    folding = tl.cdiv(seqs, SEQS) * TILES
+    if program < folding:
+        _fold(
+            query, inverse, mean, folded, sums, program // TILES * SEQS, head, program % TILES, seqs, scale,
+            stride_token, stride_head, HEADS, RATIO, Q_LEN, TILES, N, D, DP, GROUPS, SEQS, CONSTANT, CHUNK,
+        )  # fmt: skip
+    else:
+        chunks: tl.constexpr = (CAPACITY + TOKENS - 1) // TOKENS
+        seq = (program - folding) // chunks
+        _find_copies(
+            pages32, words, slot_of_block, limits, block_table + seq.to(tl.int64) * table_stride,
+            tl.load(seq_lens + seq), copies + (seq * HEADS + head) * CAPACITY, (program - folding) % chunks * TOKENS,
+            head, page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
+            Q_LEN, GROUPS, P, META, SINKS, WINDOW, CAPACITY, T, TOKENS,
+        )  # fmt: skip
+
+
+def prepare(
+    query: torch.Tensor,
+    inverse: torch.Tensor,
+    mean: torch.Tensor,
+    scale: float,
+    q_len: int,
+    tile: tuple[int, int],
+    constant: bool,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    pool: HotPool,
+    table: SlotTable,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    folded: torch.Tensor,
+    sums: torch.Tensor,
+    copies: torch.Tensor,
+) -> None:
+    """Fill `folded`, `sums` and `copies` (see above).
+
+    Args:
+        query: BF16 or FP16 (sequences * q_len, query heads, D), after RoPE
+        inverse: B_K, float32 (KV heads, D, D), contiguous
+        mean: m_K, float32 (KV heads, D)
+        tile: (N, tiles), see `column_tiles`
+        constant: whether a q . m_K is needed
+        pages: int32 (blocks, KV heads, words)
+    """
+    heads, seqs = pages.shape[1], seq_lens.shape[0]
+    n, tiles = tile
+    # every folding program reads a head's whole matrix: large batches share it
+    share = 1 if seqs * heads * tiles <= 512 else 64 // n
+    capacity = copies_capacity(table.contract, q_len)
+    programs = triton.cdiv(seqs, share) * tiles + seqs * triton.cdiv(capacity, _TOKENS)
+    _prepare[(programs, heads)](
+        query, inverse, mean, folded, sums, seqs, scale, query.stride(0), query.stride(1),
+        pages, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, copies,
+        pages.stride(0), pages.stride(1), pool.words.stride(0), pool.words.stride(1), block_table.stride(0),
+        HEADS=heads, RATIO=query.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n,
+        D=layout.head_size, DP=triton.next_power_of_2(layout.head_size), GROUPS=layout.groups, SEQS=share,
+        CONSTANT=constant, CHUNK=_CHUNK, P=layout.block_size, META=layout.meta_offset,
+        SINKS=sink_capacity(table.contract), WINDOW=table.contract.window, CAPACITY=capacity, T=TILE, TOKENS=_TOKENS,
+        num_warps=4,
+    )  # fmt: skip
