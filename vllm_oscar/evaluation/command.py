@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     from transformers import AutoConfig, AutoTokenizer
 
     from vllm_oscar.evaluation.measure import measure
-    from vllm_oscar.evaluation.report import plot, table
+    from vllm_oscar.evaluation.report import HEAD, line, plot, table
     from vllm_oscar.evaluation.windows import held_out
     from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
 
@@ -50,7 +50,10 @@ def run(options: argparse.Namespace) -> int:
     own = Sidecar.load(find_sidecar(options.model, options.sidecar), fingerprint)
     methods = [parse(text, own) for text in options.methods]
     windows = held_out(AutoTokenizer.from_pretrained(options.model), options.data, options.windows, options.context)
-    results = measure(options.model, methods, windows, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    results = []
+    for result in measure(options.model, methods, windows):
+        results.append(result)
+        print(f"{HEAD}\n{line(result)}  ({result.seconds:.0f} s)", file=sys.stderr, flush=True)
     print(json.dumps([asdict(result) for result in results], indent=2) if options.json else table(results))
     if options.plot:
         plot(results, options.plot)

@@ -85,66 +85,65 @@ class Recorder:
             )
 
 
-class Engine:
-    """One vLLM engine of this process, for measurements. Use `opened`.
+@contextmanager
+def started(model: str, **options: Any) -> Iterator["LLM"]:
+    """vLLM in this process, ended and cleaned up afterwards, so that another one can follow.
 
     Args:
-        llm: with the multiprocessing of vLLM's V1 engine switched off
+        model: folder or hub id
+        options: vLLM's
     """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the model is in another process
+    from vllm import LLM
+
+    llm = LLM(model, **options)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+@contextmanager
+def forced_through_cache(
+    model: str,
+    kv_cache_dtype: str,
+    context: int,
+    sidecar: str | None = None,
+    chunk: int = CHUNK,
+    concurrent: int = CONCURRENT,
+) -> Iterator["Engine"]:
+    """An engine for prompts of `context` tokens that reads all but the last few of them from its cache.
+
+    Args:
+        model: folder or hub id
+        kv_cache_dtype: vLLM's option
+        sidecar: of an OSCAR cache; None: the model's own
+        chunk: tokens that a request advances in a step
+        concurrent: requests side by side
+    """
+    oscar: dict[str, Any] = {"sidecar": sidecar, "pool_share": 0.5}  # no window is shrunk
+    with started(
+        model,
+        kv_cache_dtype=kv_cache_dtype,
+        additional_config={"oscar": oscar} if kv_cache_dtype == "oscar" else {},
+        max_model_len=context + 1,
+        max_num_seqs=concurrent,
+        max_num_batched_tokens=chunk * concurrent,
+        long_prefill_token_threshold=chunk,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        kv_cache_memory_bytes=_memory(model, concurrent * (context + 2048)),
+    ) as llm:
+        yield Engine(llm)
+
+
+class Engine:
+    """A vLLM engine of this process, for measurements; `started` and `forced_through_cache` make one."""
 
     def __init__(self, llm: "LLM") -> None:
         self.llm = llm
-
-    @classmethod
-    @contextmanager
-    def opened(
-        cls,
-        model: str,
-        kv_cache_dtype: str,
-        context: int,
-        sidecar: str | None = None,
-        chunk: int = CHUNK,
-        concurrent: int = CONCURRENT,
-    ) -> Iterator["Engine"]:
-        """Start an engine for prompts of `context` tokens, and end it.
-
-        Args:
-            model: folder or hub id
-            kv_cache_dtype: vLLM's option
-            sidecar: of an OSCAR cache; None: the model's own
-            chunk: tokens that a request advances in a step
-            concurrent: requests side by side
-        """
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the hidden states stay in this process
-        from vllm import LLM
-
-        oscar: dict[str, Any] = {"sidecar": sidecar, "pool_share": 0.5}  # no window is shrunk
-        llm = LLM(
-            model,
-            kv_cache_dtype=kv_cache_dtype,
-            additional_config={"oscar": oscar} if kv_cache_dtype == "oscar" else {},
-            max_model_len=context + 1,
-            max_num_seqs=concurrent,
-            max_num_batched_tokens=chunk * concurrent,
-            long_prefill_token_threshold=chunk,
-            enable_prefix_caching=False,
-            enforce_eager=True,
-            kv_cache_memory_bytes=_memory(model, concurrent * (context + 2048)),
-        )
-        engine = cls(llm)
-        try:
-            yield engine
-        finally:
-            engine._close()
-            del llm
-
-    def _close(self) -> None:
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        cleanup_dist_env_and_memory()
-        gc.collect()
 
     def record(self, windows: torch.Tensor) -> torch.Tensor:
         """Run the windows as prompts.
@@ -180,7 +179,7 @@ class Engine:
         def head(model: torch.nn.Module) -> torch.Tensor:
             device = next(model.parameters()).device
             with torch.inference_mode():
-                return model.compute_logits(hidden.to(device))  # type: ignore[operator,no-any-return]
+                return model.compute_logits(hidden.to(device))  # type: ignore[operator]
 
         return self.llm.apply_model(head)[0]
 

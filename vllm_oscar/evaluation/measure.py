@@ -2,14 +2,14 @@
 
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vllm_oscar.errors import ConfigError
-from vllm_oscar.evaluation.engine import FIRST, Engine, EvaluationError
+from vllm_oscar.evaluation.engine import FIRST, EvaluationError, forced_through_cache
 from vllm_oscar.evaluation.methods import Method
 from vllm_oscar.page_layout import PageLayout
 
@@ -53,15 +53,13 @@ def measure(
     methods: Sequence[Method],
     windows: torch.Tensor,
     first: int = FIRST,
-    progress: Callable[[str], None] = lambda text: None,
-) -> list[Result]:
-    """Measure methods against the BF16 cache, which is the first result.
+) -> Iterator[Result]:
+    """Measure methods against the BF16 cache, which is the first result; each comes as soon as it is known.
 
     Args:
         model: folder or hub id
         windows: int64 (windows, context), token ids
         first: first position that is scored
-        progress: told what happens next
 
     Raises:
         ConfigError: windows too short to score anything.
@@ -70,14 +68,12 @@ def measure(
     context = windows.shape[1]
     if context < first + 2:
         raise ConfigError(f"windows of {context} tokens have nothing to score behind position {first}")
-    results = []
     reference = torch.empty(0)
     for method in [Method("bf16", "auto"), *methods]:
-        progress(f"{method.name}: {len(windows)} windows of {context} tokens")
         start = time.perf_counter()
         with (
             tempfile.TemporaryDirectory() as folder,
-            Engine.opened(model, method.kv_cache_dtype, context, _saved(method, folder)) as engine,
+            forced_through_cache(model, method.kv_cache_dtype, context, _saved(method, folder)) as engine,
         ):
             hidden = engine.record(windows)
             if method.kv_cache_dtype == "auto":
@@ -86,20 +82,17 @@ def measure(
             counted = engine.statistics()
         if counted.get("shrunk_steps") or counted.get("int2_sink_reads"):
             raise EvaluationError(f"{method.name}: the pool was too small for the windows ({counted})")
-        results.append(
-            Result(
-                method.name,
-                _bits(method),
-                _copied(method, context),
-                _int2_share(counted),
-                **scores.summary(),
-                windows=len(windows),
-                context=context,
-                first=first,
-                seconds=time.perf_counter() - start,
-            )
+        yield Result(
+            method.name,
+            _bits(method),
+            _copied(method, context),
+            _int2_share(counted),
+            **scores.summary(),
+            windows=len(windows),
+            context=context,
+            first=first,
+            seconds=time.perf_counter() - start,
         )
-    return results
 
 
 def _saved(method: Method, folder: str) -> str | None:

@@ -5,23 +5,26 @@ from pathlib import Path
 
 from vllm_oscar.evaluation.measure import Result
 
+HEAD = "cache           bits  INT2 reads        KL       +-   KL p99      ppl    ppl %  top-1 %"
+
+
+def line(r: Result) -> str:
+    """One method's line of the table."""
+    share = "-" if r.int2_reads is None else f"{100 * r.int2_reads:.1f}%"
+    return (
+        f"{r.method:<14}{r.bits:>6.2f}{share:>12}{r.kl:>10.4f}{r.kl_error:>9.4f}{r.kl_p99:>9.3f}"
+        f"{r.perplexity:>9.3f}{100 * r.perplexity_change:>+9.2f}{100 * r.top1:>9.2f}"
+    )
+
 
 def table(results: Sequence[Result]) -> str:
-    """Fixed-width text, one line for each method."""
-    head = "cache           bits  INT2 reads        KL       +-   KL p99      ppl    ppl %  top-1 %"
-    lines = [head, "-" * len(head)]
-    for r in results:
-        share = "-" if r.int2_reads is None else f"{100 * r.int2_reads:.1f}%"
-        lines.append(
-            f"{r.method:<14}{r.bits:>6.2f}{share:>12}{r.kl:>10.4f}{r.kl_error:>9.4f}{r.kl_p99:>9.3f}"
-            f"{r.perplexity:>9.3f}{100 * r.perplexity_change:>+9.2f}{100 * r.top1:>9.2f}"
-        )
+    """Fixed-width text, a line for each method."""
     r = results[0]
-    lines.append(
-        f"{r.windows} windows of {r.context} tokens, scored from position {r.first} on, 16 tokens a step; KL to bf16; "
-        f"+- standard error over windows"
+    note = (
+        f"{r.windows} windows of {r.context} tokens, scored from position {r.first} on; KL to bf16; "
+        "+- standard error over windows"
     )
-    return "\n".join(lines)
+    return "\n".join([HEAD, "-" * len(HEAD), *map(line, results), note])
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
