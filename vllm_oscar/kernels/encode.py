@@ -105,22 +105,22 @@ def encode_minmax(y, real, kept, SIZE: tl.constexpr):
 
 
 @triton.jit
-def finish(codes, scale, offset, mean, real, gain, max_scale, SIZE: tl.constexpr):
-    """Gain, bounds and fp16. Returns codes int32, meta words int32 (n, groups), saturated int32 (n,)."""
-    code_mean = tl.sum(codes, 2, keep_dims=True) / SIZE
+def finish(code_mean, scale, offset, mean, gain, max_scale):
+    """Gain, bounds and fp16, one element a group.
+
+    Returns:
+        whether the group is constant (its codes have to be 0), its meta word int32, and whether it saturated
+    """
     wanted = scale * gain
     kept = tl.minimum(wanted, max_scale)
     kept_offset = offset + scale * code_mean - kept * code_mean
     constant = (half(kept) == 0) | (half(scale) == 0)
-    codes = tl.where(constant, 0.0, codes).to(tl.int32)
     stored_scale = tl.where(constant, 0.0, kept).to(tl.float16)
     stored_offset = tl.where(constant, mean, kept_offset)
     stored_offset = tl.minimum(tl.maximum(stored_offset, -_FP16_MAX), _FP16_MAX).to(tl.float16)
-    overflow = (wanted > max_scale) | (tl.abs(kept_offset) > _FP16_MAX)
     low = stored_scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     high = stored_offset.to(tl.int16, bitcast=True).to(tl.int32) << 16
-    words = tl.sum(low | high, 2)  # the last axis is 1
-    return codes, words, tl.max(tl.max(overflow.to(tl.int32), 2), 1)
+    return constant, low | high, (wanted > max_scale) | (tl.abs(kept_offset) > _FP16_MAX)
 
 
 @triton.jit

@@ -20,11 +20,7 @@ import triton.language as tl
 
 from vllm_oscar.hot_pool import HotPool, SlotTable
 from vllm_oscar.kernels.encode import (
-    changed,
-    channels,
     finish,
-    least_squares,
-    packed,
     reciprocal,
     sanitised,
     store_rows,
@@ -32,14 +28,16 @@ from vllm_oscar.kernels.encode import (
 )
 from vllm_oscar.kernels.write import dot_depth, units_padded
 from vllm_oscar.page_layout import PageLayout
-from vllm_oscar.quantizer import _RIDGE, FP16_MAX, METRIC_PASSES, Metric
+from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LS_REFITS, METRIC_PASSES, STEP_OVER_STD, Metric
 
 _MAX_KEY_SCALE = tl.constexpr(FP16_MAX)
 _RIDGE_ = tl.constexpr(_RIDGE)
 _METRIC_PASSES = tl.constexpr(METRIC_PASSES)
+_LS_REFITS = tl.constexpr(LS_REFITS)
+_STEP_OVER_STD = tl.constexpr(STEP_OVER_STD)
 BLOCK = tl.constexpr(16)  # channels
 ROWS = tl.constexpr(32)  # of a program; one to a thread
-BATCH = 32  # tokens that `reencode` takes at a time
+BATCH = ROWS.value  # tokens that `reencode` takes at a time
 _PROGRAMS_PER_SM = 6
 
 
@@ -48,7 +46,7 @@ class MetricTables:
     """A Metric as the kernel reads it.
 
     Attributes:
-        products: float16 (3, heads, D, D): compensation, descent, G
+        products: float16 (3, heads, D, D), transposed: compensation, descent, G
         inside: float32 (2, heads, D/16, 16, 16): the diagonal blocks of compensation and descent
         ones: float32 (heads, groups, D): rows of G summed over each group
         total: float32 (heads, groups, groups): `ones` summed over each group
@@ -68,7 +66,7 @@ class MetricTables:
         inside = tiles.diagonal(dim1=2, dim2=4).movedim(-1, 2)
         ones = metric.g.reshape(heads, layout.groups, layout.group_size, size).sum(2)
         total = ones.reshape(heads, layout.groups, layout.groups, layout.group_size).sum(-1)
-        products = torch.stack([metric.compensation, metric.descent, metric.g]).half()
+        products = torch.stack([metric.compensation, metric.descent, metric.g]).mT.half().contiguous()
         return cls(products, inside.float().contiguous(), ones.float().contiguous(), total.float().contiguous())
 
 
@@ -86,39 +84,83 @@ def _programs(device: torch.device) -> int:
 
 
 @triton.jit
-def _pick(values, index, which):
-    """Column `which` of values (n, columns), (n,)."""
-    return tl.sum(tl.where(index[None, :] == which, values, 0.0), 1)
+def _group(values, index, which):
+    """Row `which` of values (groups, ROWS), (ROWS,)."""
+    return tl.sum(tl.where(index[:, None] == which, values, 0.0), 0)
 
 
 @triton.jit
-def _against(table, rows, block, D: tl.constexpr, LOW: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr):
-    """Products of channels LOW .. LOW + SIZE of transposed fp16 rows with the block's columns of a (D, D) table."""
+def _added(values, index, which, more):
+    """values (groups, ROWS) with `more` (ROWS,) added to row `which`."""
+    return values + tl.where(index[:, None] == which, more[None, :], 0.0)
+
+
+@triton.jit
+def _place(block):
+    """Where a block's channels are in a transposed tile, (BLOCK, ROWS)."""
+    return (tl.arange(0, BLOCK) + block * BLOCK)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+
+
+@triton.jit
+def _against(table, rows, block, low, D: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr):
+    """The block's rows of a transposed (D, D) table times channels low .. low + SIZE of fp16 rows, (BLOCK, ROWS)."""
     n = tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK) + block * BLOCK
-    out = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.static_range(LOW, LOW + SIZE, K):
-        k = start + tl.arange(0, K)
-        left = tl.load(rows + k[None, :] * ROWS + n[:, None])
-        out = tl.dot(left, tl.load(table + k[:, None] * D + column[None, :]), out)
+    out = tl.zeros([BLOCK, ROWS], tl.float32)
+    for start in tl.static_range(0, SIZE, K):
+        k = low + start + tl.arange(0, K)
+        left = tl.load(table + column[:, None] * D + k[None, :])
+        out = tl.dot(left, tl.load(rows + k[:, None] * ROWS + n[None, :]), out)
     return out
+
+
+@triton.jit
+def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr):
+    """quantizer._initial: scale and offset, each (GROUPS, ROWS), from the rows and their means."""
+    g = tl.arange(0, GROUPS)
+    SIZE: tl.constexpr = D // GROUPS
+    energy = tl.zeros([GROUPS, ROWS], tl.float32)
+    for block in tl.range(0, D // BLOCK, num_stages=1):
+        group = block * BLOCK // SIZE
+        deviation = tl.load(row + _place(block)) - _group(mean, g, group)[None, :]
+        energy = _added(energy, g, group, tl.sum(deviation * deviation, 0))
+    scale = _STEP_OVER_STD * tl.sqrt(energy / SIZE)
+    offset = mean - 1.5 * scale
+    for _ in tl.range(0, _LS_REFITS, num_stages=1):
+        total = tl.zeros([GROUPS, ROWS], tl.float32)
+        squares = tl.zeros([GROUPS, ROWS], tl.float32)
+        with_rows = tl.zeros([GROUPS, ROWS], tl.float32)
+        inverse = reciprocal(scale)
+        for block in tl.range(0, D // BLOCK, num_stages=1):
+            group = block * BLOCK // SIZE
+            y = tl.load(row + _place(block))
+            code = to_nearest((y - _group(offset, g, group)[None, :]) * _group(inverse, g, group)[None, :])
+            total = _added(total, g, group, tl.sum(code, 0))
+            squares = _added(squares, g, group, tl.sum(code * code, 0))
+            with_rows = _added(with_rows, g, group, tl.sum(code * (y - _group(mean, g, group)[None, :]), 0))
+        code_mean = total / SIZE
+        energy = squares - total * code_mean
+        fitted = with_rows / tl.maximum(energy, 1e-6)
+        scale = tl.where((energy > 1e-6) & (fitted > 0), fitted, scale)
+        offset = mean - scale * code_mean
+    return scale, offset
 
 
 @triton.jit
 def _one_pass(
     row, target, residual, codes, table, inside, scale, offset, D: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr
 ):
-    """One pass over the channels in order, in place on residuals and codes. scale, offset (ROWS, GROUPS)."""
+    """One pass over the channels in order, in place on residuals and codes. scale, offset (GROUPS, ROWS)."""
     n = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     g = tl.arange(0, GROUPS)
     for block in tl.range(0, D // BLOCK, num_stages=1):  # not pipelined: it would read ahead of what the loop writes
-        sums = _against(table, residual, block, D, 0, D, K)
-        tl.store(target + c[None, :] * ROWS + n[:, None], sums)
+        sums = _against(table, residual, block, 0, D, D, K)
+        tl.store(target + c[:, None] * ROWS + n[None, :], sums + tl.load(row + _place(block)))
         tl.debug_barrier()
         group = block * BLOCK // (D // GROUPS)
-        s = _pick(scale, g, group)
-        o = _pick(offset, g, group)
+        s = _group(scale, g, group)
+        o = _group(offset, g, group)
         inverse = reciprocal(s)
         shift = -o * inverse
         changes = ()
@@ -126,7 +168,7 @@ def _one_pass(
             at = n + (block * BLOCK + j) * ROWS
             y = tl.load(row + at)
             old = tl.load(residual + at).to(tl.float32)
-            wanted = tl.load(target + (n + j * ROWS)) + y
+            wanted = tl.load(target + (n + j * ROWS))
             for i in tl.static_range(j):
                 wanted += changes[i] * tl.load(inside + (block * BLOCK + i) * BLOCK + j)
             code = to_nearest(wanted * inverse + shift)
@@ -138,109 +180,89 @@ def _one_pass(
 
 
 @triton.jit
-def _refit(
-    row, residual, codes, g_table, ones, total, scale, offset, D: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr
-):
-    """Scale and offset (ROWS, GROUPS) that minimise the error in the metric for these codes: quantizer._metric_refit."""
-    n = tl.arange(0, ROWS)
+def _refit(residual, codes, g_table, ones, total, scale, offset, D: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr):
+    """quantizer._metric_refit: scale, offset (GROUPS, ROWS) that minimise the error in the metric for these codes."""
     c = tl.arange(0, BLOCK)
     g = tl.arange(0, GROUPS)
     SIZE: tl.constexpr = D // GROUPS
     KG: tl.constexpr = K if K < SIZE else SIZE
     unknown = tl.arange(0, 2 * GROUPS)  # changes of the scales, then of the offsets
-    r = unknown[None, :, None]
-    q = unknown[None, None, :]
-    normal = tl.zeros([ROWS, 2 * GROUPS, 2 * GROUPS], tl.float32)
-    right = tl.zeros([ROWS, 2 * GROUPS], tl.float32)
-    for a in tl.static_range(GROUPS):
-        from_codes = tl.zeros([ROWS], tl.float32)
-        from_ones = tl.zeros([ROWS], tl.float32)
-        for b in tl.static_range(GROUPS):
-            cc = tl.zeros([ROWS, BLOCK], tl.float32)
-            c1 = tl.zeros([ROWS, BLOCK], tl.float32)
-            ce = tl.zeros([ROWS, BLOCK], tl.float32)
-            oe = tl.zeros([ROWS, BLOCK], tl.float32)
-            for block in tl.range(b * SIZE // BLOCK, (b + 1) * SIZE // BLOCK, num_stages=1):
-                weighted = _against(g_table, codes, block, D, a * SIZE, SIZE, KG)
-                column = c + block * BLOCK
-                at = column[None, :] * ROWS + n[:, None]
-                e = tl.load(residual + at).to(tl.float32)
-                cc += weighted * tl.load(codes + at).to(tl.float32)
-                c1 += weighted
-                ce += weighted * e
-                oe += tl.load(ones + a * D + column)[None, :] * e
-            from_codes += tl.sum(ce, 1)
-            from_ones += tl.sum(oe, 1)
-            normal += tl.where((r == a) & (q == b), tl.sum(cc, 1)[:, None, None], 0.0)
+    r = unknown[:, None, None]
+    q = unknown[None, :, None]
+    normal = tl.zeros([2 * GROUPS, 2 * GROUPS, ROWS], tl.float32)
+    right = tl.zeros([2 * GROUPS, ROWS], tl.float32)
+    for a in tl.range(0, GROUPS, num_stages=1):
+        for block in tl.range(0, D // BLOCK, num_stages=1):
+            b = block * BLOCK // SIZE
+            weighted = _against(g_table, codes, block, a * SIZE, D, SIZE, KG)
+            e = tl.load(residual + _place(block)).to(tl.float32)
+            code = tl.load(codes + _place(block)).to(tl.float32)
+            summed = tl.load(ones + a * D + (c + block * BLOCK))[:, None] * e
+            right = _added(right, unknown, a, tl.sum(weighted * e, 0))
+            right = _added(right, unknown, GROUPS + a, tl.sum(summed, 0))
+            both = tl.sum(weighted * code, 0)[None, None, :]
+            normal += tl.where((r == a) & (q == b), both, 0.0)
             mixed = ((r == a) & (q == GROUPS + b)) | ((r == GROUPS + b) & (q == a))
-            normal += tl.where(mixed, tl.sum(c1, 1)[:, None, None], 0.0)
-            both_ones = (r == GROUPS + a) & (q == GROUPS + b)
-            normal += tl.where(both_ones, tl.load(total + a * GROUPS + b), 0.0)
-        right += tl.where(unknown[None, :] == a, from_codes[:, None], 0.0)
-        right += tl.where(unknown[None, :] == GROUPS + a, from_ones[:, None], 0.0)
+            normal += tl.where(mixed, tl.sum(weighted, 0)[None, None, :], 0.0)
+    i = unknown % GROUPS
+    constants = tl.load(total + i[:, None] * GROUPS + i[None, :])[:, :, None]
+    normal = tl.where((r >= GROUPS) & (q >= GROUPS), constants, normal)
 
-    trace = tl.sum(tl.sum(tl.where(r == q, normal, 0.0), 2), 1)
-    normal += tl.where(r == q, (_RIDGE_ / (2 * GROUPS)) * trace[:, None, None], 0.0)
-    for k in tl.static_range(2 * GROUPS):  # Gauss-Jordan; positive definite, so without a search for pivots
-        pivot_row = tl.sum(tl.where(r == k, normal, 0.0), 1)
-        inverse = 1.0 / _pick(pivot_row, unknown, k)
-        pivot_row = pivot_row * inverse[:, None]
-        pivot_right = _pick(right, unknown, k) * inverse
-        factor = tl.where(unknown[None, :] == k, 0.0, tl.sum(tl.where(q == k, normal, 0.0), 2))
-        normal = tl.where(r == k, pivot_row[:, None, :], normal - factor[:, :, None] * pivot_row[:, None, :])
-        right = tl.where(unknown[None, :] == k, pivot_right[:, None], right - factor * pivot_right[:, None])
+    trace = tl.sum(tl.sum(tl.where(r == q, normal, 0.0), 1), 0)
+    normal += tl.where(r == q, (_RIDGE_ / (2 * GROUPS)) * trace[None, None, :], 0.0)
+    for k in tl.range(0, 2 * GROUPS, num_stages=1):  # Gauss-Jordan; positive definite: no search for pivots
+        pivot_row = tl.sum(tl.where(r == k, normal, 0.0), 0)
+        inverse = 1.0 / _group(pivot_row, unknown, k)
+        pivot_row = pivot_row * inverse[None, :]
+        pivot_right = _group(right, unknown, k) * inverse
+        factor = tl.where(unknown[:, None] == k, 0.0, tl.sum(tl.where(q == k, normal, 0.0), 1))
+        normal = tl.where(r == k, pivot_row[None, :, :], normal - factor[:, None, :] * pivot_row[None, :, :])
+        right = tl.where(unknown[:, None] == k, pivot_right[None, :], right - factor * pivot_right[None, :])
 
-    to_scale = g[None, :, None] == unknown[None, None, :]
-    to_offset = (GROUPS + g)[None, :, None] == unknown[None, None, :]
-    new_scale = scale + tl.sum(tl.where(to_scale, right[:, None, :], 0.0), 2)
-    new_offset = offset + tl.sum(tl.where(to_offset, right[:, None, :], 0.0), 2)
+    to_scale = g[:, None, None] == unknown[None, :, None]
+    to_offset = (GROUPS + g)[:, None, None] == unknown[None, :, None]
+    new_scale = scale + tl.sum(tl.where(to_scale, right[None, :, :], 0.0), 1)
+    new_offset = offset + tl.sum(tl.where(to_offset, right[None, :, :], 0.0), 1)
     finite = (tl.abs(new_scale) < float("inf")) & (tl.abs(new_offset) < float("inf"))
-    sound = (tl.min((finite & (new_scale > 0.25 * scale)).to(tl.int32), 1) > 0)[:, None]
+    sound = (tl.min((finite & (new_scale > 0.25 * scale)).to(tl.int32), 0) > 0)[None, :]
     return tl.where(sound, new_scale, scale), tl.where(sound, new_offset, offset)
 
 
 @triton.jit
 def _encode(
-    source,
-    ok,
-    products,
-    inside,
-    ones,
-    total,
-    scratch,
-    gain,
-    table_stride,
-    inside_stride,
-    D: tl.constexpr,
-    GROUPS: tl.constexpr,
-    UNITS_PAD: tl.constexpr,
-    K: tl.constexpr,
-):
+    source, ok, products, inside, ones, total, scratch, gain, table_stride, inside_stride,
+    D: tl.constexpr, GROUPS: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Rows at `source` (ROWS pointers) -> units, meta words, saturated (ROWS,). Tables are those of one head."""
     n = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     g = tl.arange(0, GROUPS)
     SIZE: tl.constexpr = D // GROUPS
-    WIDTH: tl.constexpr = 8 * UNITS_PAD
-    channel, real = channels(D, UNITS_PAD)
-    in_group = tl.reshape(real, (1, GROUPS, WIDTH // GROUPS))
     row = scratch
     target = scratch + ROWS * D
     residual = (target + ROWS * BLOCK).to(tl.pointer_type(tl.float16))
     codes = residual + ROWS * D
 
-    y = tl.load(source[:, None] + channel[None, :], mask=ok[:, None] & real[None, :], other=0.0).to(tl.float32)
-    bounded = sanitised(y)
-    bad = changed(y, bounded)
-    first_scale, first_offset, mean = least_squares(tl.reshape(bounded, (ROWS, GROUPS, WIDTH // GROUPS)), in_group, SIZE)
-    unit = tl.max(tl.max(first_scale, 2), 1)
+    bad = tl.zeros([ROWS], tl.int32)
+    sums = tl.zeros([GROUPS, ROWS], tl.float32)
+    for block in tl.range(0, D // BLOCK, num_stages=1):
+        y = tl.load(source[None, :] + (c + block * BLOCK)[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
+        bounded = sanitised(y)
+        bad = bad | tl.max((bounded != y).to(tl.int32), 0)
+        sums = _added(sums, g, block * BLOCK // SIZE, tl.sum(bounded, 0))
+        tl.store(row + _place(block), bounded)
+    tl.debug_barrier()
+    mean = sums / SIZE
+    first_scale, first_offset = _first_fit(row, mean, D, GROUPS)
+    unit = tl.max(first_scale, 0)
     unit = tl.where(unit > 0, unit, 1.0)
     per_unit = 1.0 / unit
-    scale = tl.sum(first_scale, 2) * per_unit[:, None]  # the last axis is 1
-    offset = tl.sum(first_offset, 2) * per_unit[:, None]
-    transposed = channel[None, :] * ROWS + n[:, None]
-    tl.store(row + transposed, bounded * per_unit[:, None], mask=real[None, :])
-    tl.store(residual + transposed, tl.zeros([ROWS, WIDTH], tl.float16), mask=real[None, :])
+    scale = first_scale * per_unit[None, :]
+    offset = first_offset * per_unit[None, :]
+    for block in tl.range(0, D // BLOCK, num_stages=1):
+        at = _place(block)
+        tl.store(row + at, tl.load(row + at) * per_unit[None, :])
+        tl.store(residual + at, tl.zeros([BLOCK, ROWS], tl.float16))
     tl.debug_barrier()
 
     for number in tl.range(0, _METRIC_PASSES + 1, num_stages=1):
@@ -249,30 +271,32 @@ def _encode(
             row, target, residual, codes, products + table * table_stride, inside + table * inside_stride,
             scale, offset, D, GROUPS, K,
         )  # fmt: skip
-        scale, offset = _refit(
-            row, residual, codes, products + 2 * table_stride, ones, total, scale, offset, D, GROUPS, K
-        )
+        scale, offset = _refit(residual, codes, products + 2 * table_stride, ones, total, scale, offset, D, GROUPS, K)
         if number < _METRIC_PASSES:
             for block in tl.range(0, D // BLOCK, num_stages=1):
                 group = block * BLOCK // SIZE
-                at = (c + block * BLOCK)[None, :] * ROWS + n[:, None]
-                fitted = tl.load(codes + at).to(tl.float32) * _pick(scale, g, group)[:, None] + _pick(offset, g, group)[:, None]
+                at = _place(block)
+                code = tl.load(codes + at).to(tl.float32)
+                fitted = code * _group(scale, g, group)[None, :] + _group(offset, g, group)[None, :]
                 tl.store(residual + at, (tl.load(row + at) - fitted).to(tl.float16))
             tl.debug_barrier()
 
-    kept = tl.load(codes + transposed, mask=real[None, :], other=0.0).to(tl.float32)
-    kept, meta, overflow = finish(
-        tl.reshape(kept, (ROWS, GROUPS, WIDTH // GROUPS)),
-        (scale * unit[:, None])[:, :, None],
-        (offset * unit[:, None])[:, :, None],
-        mean,
-        in_group,
-        gain,
-        _MAX_KEY_SCALE + 0.0,
-        SIZE,
+    sums = tl.zeros([GROUPS, ROWS], tl.float32)
+    for block in tl.range(0, D // BLOCK, num_stages=1):
+        code = tl.load(codes + _place(block)).to(tl.float32)
+        sums = _added(sums, g, block * BLOCK // SIZE, tl.sum(code, 0))
+    constant, meta, over = finish(
+        sums / SIZE, scale * unit[None, :], offset * unit[None, :], mean, gain, _MAX_KEY_SCALE + 0.0
     )
+    u = tl.arange(0, UNITS_PAD)
+    units = tl.zeros([UNITS_PAD, ROWS], tl.int32)
+    for j in tl.range(0, 8, num_stages=1):
+        channel = u + j * (D // 8)
+        code = tl.load(codes + channel[:, None] * ROWS + n[None, :], mask=(u < D // 8)[:, None], other=0.0)
+        zero = _group(constant.to(tl.float32), g, j * GROUPS // 8) > 0
+        units += tl.where(zero[None, :], 0, code.to(tl.int32)) << (2 * j)
     tl.debug_barrier()  # the workspace may be used again from here
-    return packed(tl.reshape(kept, (ROWS, WIDTH)), UNITS_PAD), meta, bad | overflow
+    return tl.trans(units.to(tl.int16)), tl.trans(meta), bad | tl.max(over.to(tl.int32), 0)
 
 
 @triton.jit
@@ -363,3 +387,132 @@ def encode_written(
         K=dot_depth(layout.head_size),
         num_warps=1,
     )
+
+
+@dataclass(frozen=True)
+class ReencodeTable:
+    """All layers of a KV-cache group that have the metric encoder, for one launch.
+
+    Attributes:
+        pointers: int64 (layers, 7): pages, pool rows, pool words, and a MetricTables' four tensors
+        gains: float32 (layers,)
+        page_strides, row_strides, word_strides: of a block or slot, and of a head
+        heads, dtype: of the pools
+    """
+
+    pointers: torch.Tensor
+    gains: torch.Tensor
+    page_strides: tuple[int, int]
+    row_strides: tuple[int, int]
+    word_strides: tuple[int, int]
+    heads: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls, pages: list[torch.Tensor], pools: list[HotPool], tables: list[MetricTables], gains: list[float]
+    ) -> "ReencodeTable":
+        """One entry a layer; all layers have the same shapes and strides. Whoever calls keeps the tensors alive."""
+        entries = [
+            [t.data_ptr() for t in (page, pool.rows, pool.words, m.products, m.inside, m.ones, m.total)]
+            for page, pool, m in zip(pages, pools, tables, strict=True)
+        ]
+        device, pool = pages[0].device, pools[0]
+        block, head = pages[0].stride()[:2]
+        return cls(
+            torch.tensor(entries, dtype=torch.int64, device=device),
+            torch.tensor(gains, device=device),
+            (block, head),
+            (pool.rows.stride(0), pool.rows.stride(1)),
+            (pool.words.stride(0), pool.words.stride(1)),
+            pool.rows.shape[1],
+            pool.rows.dtype,
+        )
+
+
+@triton.jit
+def _pointer(pointers, layer, which: tl.constexpr, dtype: tl.constexpr):
+    return tl.multiple_of(tl.load(pointers + layer * 7 + which).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _reencode(
+    pointers, gains, block_table, seq_lens, query_start_loc, slot_of_block, limits, scratch,
+    items, layers, heads, threshold, table_stride, page_block, page_head, row_slot, row_head, word_slot, word_head,
+    D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr, META: tl.constexpr,
+    META_BYTES: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr,
+):  # fmt: skip
+    """grid (programs): each takes every programs-th item of (request, which of its due layers, head)."""
+    scratch += tl.program_id(0) * (ROWS * (2 * D + BLOCK))
+    window = tl.load(limits + 1)
+    due = (layers + ROWS - 1) // ROWS * threshold  # most that a request has in a step
+    for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
+        h = item % heads
+        nth = item // heads % due
+        request = item // heads // due
+        query = tl.load(query_start_loc + request + 1) - tl.load(query_start_loc + request)
+        before = tl.load(seq_lens + request) - query
+        ahead = nth % threshold  # of the step's tokens, each of which pushes one token out of the window
+        first = before + 1 - window + ahead
+        layer = (first + ROWS * (1 << 20)) % ROWS + nth // threshold * ROWS
+        if (ahead < query) & (query <= threshold) & (layer < layers) & (first + ROWS > 0):
+            pages = _pointer(pointers, layer, 0, tl.uint8)
+            rows = _pointer(pointers, layer, 1, ROW)
+            words = _pointer(pointers, layer, 2, tl.int32)
+            j = first + tl.arange(0, ROWS)
+            ok = (j >= 0) & (j < before)
+            at = block_table + request.to(tl.int64) * table_stride + j // P
+            block = tl.load(at, mask=ok, other=0).to(tl.int64)
+            slot = tl.load(slot_of_block + block, mask=ok, other=-1).to(tl.int64)
+            ok = ok & (slot >= 0)
+            offset = j % P
+            meta = (pages + block * page_block + h * page_head + META + offset * META_BYTES).to(
+                tl.pointer_type(tl.int32)
+            )
+            proof = words + slot * word_slot + h * word_head + offset * (2 * GROUPS)
+            for g in tl.static_range(2 * GROUPS):
+                ok = ok & (tl.load(meta + g, mask=ok, other=0) == tl.load(proof + g, mask=ok, other=1))
+            if tl.max(ok.to(tl.int32), 0) > 0:
+                units, found, _ = _encode(
+                    rows + slot * row_slot + h * row_head + offset * D, ok,
+                    _pointer(pointers, layer, 3, tl.float16) + h * (D * D),
+                    _pointer(pointers, layer, 4, tl.float32) + h * (D * BLOCK),
+                    _pointer(pointers, layer, 5, tl.float32) + h * (GROUPS * D),
+                    _pointer(pointers, layer, 6, tl.float32) + h * (GROUPS * GROUPS),
+                    scratch, tl.load(gains + layer), heads * (D * D), heads * (D * BLOCK), D, GROUPS, UNITS_PAD, K,
+                )  # fmt: skip
+                _store(
+                    pages, words, block * P + offset, slot * P + offset, ok, ok, h, units, found, page_block,
+                    page_head, word_slot, word_head, D, P, GROUPS, VALUE_CODES, META, META_BYTES,
+                )  # fmt: skip
+
+
+def reencode(
+    table: ReencodeTable,
+    layout: PageLayout,
+    slots: SlotTable,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    decode_threshold: int,
+    scratch: torch.Tensor,
+) -> None:
+    """Before a step's forward: encode keys of decoding requests again before their copies leave the window.
+
+    The tokens go in batches of 32; a layer is due for a request when its window's first token is at the layer's
+    number modulo 32, so a step has about one layer in 32 to do. Only rows with a proven copy are touched.
+
+    Args:
+        block_table, seq_lens, query_start_loc: the step's, as for SlotTable.allocate
+        scratch: see `workspace`
+    """
+    layers = table.pointers.shape[0]
+    items = seq_lens.shape[0] * triton.cdiv(layers, BATCH) * decode_threshold * table.heads
+    _reencode[(min(items, scratch.shape[0]),)](
+        table.pointers, table.gains, block_table, seq_lens, query_start_loc, slots.slot_of_block, slots.limits,
+        scratch, items, layers, table.heads, decode_threshold, block_table.stride(0), *table.page_strides,
+        *table.row_strides, *table.word_strides,
+        D=layout.head_size, P=layout.block_size, GROUPS=layout.groups, VALUE_CODES=layout.value_codes_offset,
+        META=layout.meta_offset, META_BYTES=layout.meta_bytes, UNITS_PAD=units_padded(layout),
+        K=dot_depth(layout.head_size), ROW=tl.float16 if table.dtype == torch.float16 else tl.bfloat16, num_warps=1,
+    )  # fmt: skip

@@ -260,5 +260,5 @@ def restore(
         out.stride(0), out.stride(1), out.stride(2),
         D=size, D_PAD=triton.next_power_of_2(size), P=layout.block_size, GROUPS=layout.groups,
         VALUE_CODES=layout.value_codes_offset, META=layout.meta_offset, META_BYTES=layout.meta_bytes,
-        N=dot_depth(size), num_warps=4,
+        N=dot_depth(size), num_warps=4 if size <= 128 else 8,
     )  # fmt: skip

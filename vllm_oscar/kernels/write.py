@@ -171,8 +171,12 @@ def _write(
             codes, scale, offset, average = encode_ls(grouped, in_group, SIZE)
         else:
             codes, scale, offset, average = encode_minmax(grouped, in_group, VALUE_KEPT, SIZE)
-    codes, meta, overflow = finish(codes, scale, offset, average, in_group, gain, max_scale, SIZE)
+    code_mean = tl.sum(codes, 2, keep_dims=True) / SIZE
+    constant, meta, over = finish(code_mean, scale, offset, average, gain, max_scale)
+    codes = tl.where(constant, 0.0, codes).to(tl.int32)
     units = packed(tl.reshape(codes, (TOKENS, WIDTH)), UNITS_PAD)
+    meta = tl.sum(meta, 2)  # the last axis is 1
+    overflow = tl.max(tl.max(over.to(tl.int32), 2), 1)
     page = pages + slot // P * page_block + h * page_head
     store_rows(page, slot % P, units, meta, ok, which, D, GROUPS, VALUE_CODES, META, META_BYTES)
     g = tl.arange(0, GROUPS)
@@ -218,9 +222,8 @@ def write(
             the pool, and encode_metric.encode_written has to follow
     """
     tokens, heads, head_size = key.shape
-    few = tokens <= _FEW_TOKENS
     rows, words = pool.rows, pool.words
-    tile = 16 if few else 64
+    tile = 16 if tokens <= _FEW_TOKENS else 64
     _write[(triton.cdiv(tokens, tile), heads, 2)](
         key,
         value,
@@ -258,5 +261,5 @@ def write(
         KEYS_LATER=transformed is not None,
         TOKENS=tile,
         K=dot_depth(head_size),
-        num_warps=4,
+        num_warps=4 if head_size <= 128 else 8,
     )
