@@ -62,10 +62,13 @@ class HotContract:
         """Slots that one request can need in a step; a prefilling request holds two tails."""
         return self.sink_blocks + 2 * self.tail_blocks
 
-    @property
-    def floor_slots_per_request(self) -> int:
-        """Slots below which a request cannot be served: its first sink block and its tail block."""
-        return (1 if self.sink else 0) + 1
+    def floor_slots_per_request(self, decode_threshold: int) -> int:
+        """Slots below which a request cannot be served: its first sink block and the blocks that a decode writes.
+
+        Args:
+            decode_threshold: longest query that reads its own tokens from the pool
+        """
+        return (1 if self.sink else 0) + 1 + -(-(decode_threshold - 1) // self.block_size)
 
 
 @dataclass

@@ -146,7 +146,8 @@ class OscarRuntime:
         )
         budget = int(self.config.pool_share * memory_for_cache(self.vllm_config, device))
         affordable = budget // slot_bytes
-        wanted, floor = requests * contract.slots_per_request, requests * contract.floor_slots_per_request
+        wanted = requests * contract.slots_per_request
+        floor = requests * contract.floor_slots_per_request(self.decode_threshold)
         self.num_slots = min(wanted, affordable)
         self.counters.saturated_rows = self.counters.saturated_rows.to(device)
         if self.num_slots < floor:
