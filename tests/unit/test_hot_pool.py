@@ -1,0 +1,432 @@
+"""Slots and copies against a slow oracle, over schedules in which everything happens that a scheduler can do."""
+
+import copy
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from vllm_oscar.attention import in_contract, read_rows
+from vllm_oscar.errors import ConfigError
+from vllm_oscar.hot_pool import NO_SLOT, HotContract, HotPool, SlotTable, page_words
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout
+
+CPU = torch.device("cpu")
+P, HEADS, COLUMNS = 16, 2, 20
+
+
+def from_bits(uids: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Numbers that only these tokens have in this dtype. Below 0x7C00 the bits are finite in fp16 and in BF16."""
+    assert max(uids) < 0x7C00
+    return torch.tensor(uids, dtype=torch.int16).view(dtype).float()
+
+
+# --- the oracle: documentation in plain Python ------------------------------------------------------------------------
+
+
+@dataclass
+class Request:
+    """A running request: its physical blocks, its tokens so far, and how many a step adds."""
+
+    blocks: list[int]
+    tokens: int
+    query: int = 0
+
+    @property
+    def after(self) -> int:
+        return self.tokens + self.query
+
+
+def hot_tokens(contract: HotContract, request: Request, sink: int, window: int) -> set[int]:
+    """Tokens whose copies a step needs: history that it reads, new tokens that the next step may read."""
+    before, after = request.tokens, request.after
+    history = {j for j in range(before) if j < sink or j >= before + 1 - window}
+    return history | {j for j in range(before, after) if j < sink or j >= after + 1 - window}
+
+
+def needed_blocks(
+    contract: HotContract, requests: list[Request], threshold: int, level: int
+) -> tuple[set[int], tuple[int, int]]:
+    """Physical blocks that must have a slot at a level of shrinking, and the limits that hold there."""
+    top = contract.depth + 1
+    window = contract.window if level == top else min(contract.window, 1 + max(level - 1, 0) * P)
+    sink = contract.sink if level else min(contract.sink, P)
+    blocks = set()
+    for request in requests:
+        if request.after == 0:
+            continue
+        logical = {(request.after - 1) // P}  # the tail
+        if contract.sink:
+            logical.add(0)
+        if request.query <= threshold:  # a decode writes into the pool
+            logical |= {j // P for j in range(request.tokens, request.after)}
+        if level:
+            logical |= {j // P for j in hot_tokens(contract, request, sink, window)}
+            logical |= {j // P for j in range(min(sink, request.after))}
+        blocks |= {request.blocks[b] for b in logical}
+    return blocks, (sink, window)
+
+
+def expected_step(
+    contract: HotContract, requests: list[Request], threshold: int, num_slots: int
+) -> tuple[set[int], tuple[int, int], bool]:
+    """Blocks, limits, and whether they are below what was asked for: the largest level that fits."""
+    for level in range(contract.depth + 1, -1, -1):
+        blocks, limits = needed_blocks(contract, requests, threshold, level)
+        if len(blocks) <= num_slots:
+            return blocks, limits, level <= contract.depth
+    raise AssertionError("the floor does not fit: the schedule is wrong")
+
+
+def victim_key(table: SlotTable, slot: int, proven: bool) -> tuple[int, int]:
+    """Free slots go first, then unproven ones, then the stalest window, then the stalest sinks."""
+    if int(table.block_of_slot[slot]) < 0:
+        return (0, int(table.last_step[slot]))
+    kind = 1 if not proven else 3 if bool(table.is_sink[slot]) else 2
+    return (kind, int(table.last_step[slot]))
+
+
+@dataclass
+class World:
+    """vLLM, as far as the pool sees it: requests come, grow, share prefixes, are preempted and finish, blocks are
+    reused, and now and then somebody else writes a page.
+
+    Attributes:
+        page: uid of the token in each (block, offset)
+        copies: uid in each (slot, offset)
+    """
+
+    seed: int
+    contract: HotContract
+    num_slots: int
+    threshold: int
+    max_requests: int
+    num_blocks: int = 60
+    page: dict[tuple[int, int], int] = field(default_factory=dict)
+    copies: dict[tuple[int, int], int] = field(default_factory=dict)
+    running: list[Request] = field(default_factory=list)
+    happened: Counter[str] = field(default_factory=Counter)
+    uid: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.free = list(range(1, self.num_blocks))
+        self.layout = PageLayout(64, P)
+        self.table = SlotTable.empty(self.contract, self.num_blocks, self.num_slots, CPU)
+        pages = torch.full((self.num_blocks, HEADS, self.layout.head_bytes), 0x5A, dtype=torch.uint8)
+        self.views = self.layout.views(pages)
+        for which in (KEY, VALUE):
+            self.views.codes[which].zero_()
+        self.pool = HotPool.allocate(self.layout, self.num_slots, HEADS, torch.bfloat16, CPU)
+        self.pool.rows.fill_(float("nan"))
+
+    def write_page(self, block: int, offset: int) -> int:
+        """A new token's INT2 row (all codes are 0): its uid as the offset."""
+        self.uid += 1
+        self.views.meta[block, :, offset] = torch.tensor([0, self.uid], dtype=torch.int16).view(torch.float16)
+        self.page[block, offset] = self.uid
+        return self.uid
+
+    def release(self, request: Request) -> None:
+        self.running.remove(request)
+        used = {block for other in self.running for block in other.blocks}
+        self.free += [block for block in request.blocks if block not in used]
+
+    def schedule(self) -> None:
+        """What the next step does."""
+        rng = self.random
+        if self.running and rng.random() < 0.12:
+            self.release(rng.choice(self.running))
+            self.happened["finished or preempted"] += 1
+        while len(self.running) < self.max_requests and rng.random() < 0.5:
+            blocks: list[int] = []
+            if self.running and rng.random() < 0.6:
+                donor = rng.choice(self.running)
+                blocks = donor.blocks[: rng.randrange(donor.tokens // P + 1)]
+                self.happened["shared"] += bool(blocks)
+            self.running.append(Request(list(blocks), len(blocks) * P))
+        rng.shuffle(self.running)
+        for request in list(self.running):
+            query = rng.choice([1, 1, 1, self.threshold, 5, 16, 40, 90]) if request.tokens else rng.choice([1, 17, 70])
+            room = COLUMNS * P - request.tokens
+            query = min(query, room)
+            blocks = -(-(request.tokens + query) // P)
+            if not query or blocks - len(request.blocks) > len(self.free):
+                self.release(request)
+                self.happened["finished or preempted"] += 1
+                continue
+            while len(request.blocks) < blocks:
+                request.blocks.append(self.free.pop(rng.randrange(len(self.free))))
+            request.query = query
+        if self.page and rng.random() < 0.2:  # a connector restores, or somebody copies, a page
+            block = rng.choice(sorted(self.page))[0]
+            for offset in range(P):
+                if (block, offset) in self.page:
+                    self.write_page(block, offset)
+            self.happened["overwritten"] += 1
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """block_table, seq_lens, query_start_loc; with padding rows now and then."""
+        padding = self.random.randrange(3)
+        rows = [r.blocks + [0] * (COLUMNS - len(r.blocks)) for r in self.running] + [[0] * COLUMNS] * padding
+        starts = [0]
+        for request in self.running:
+            starts.append(starts[-1] + request.query)
+        return (
+            torch.tensor(rows, dtype=torch.int32).view(-1, COLUMNS),
+            torch.tensor([r.after for r in self.running] + [0] * padding, dtype=torch.int32),
+            torch.tensor(starts + starts[-1:] * padding, dtype=torch.int32),
+        )
+
+    def write(self) -> None:
+        """The step's tokens, as `CacheLayer.write` does it: page first, then the copy with the page's words."""
+        for request in self.running:
+            n = request.query
+            position = torch.arange(request.tokens, request.after, dtype=torch.int32)
+            places = torch.tensor([request.blocks[j // P] * P + j % P for j in position.tolist()])
+            mapping = self.table.hot_slot_mapping(
+                places, position, torch.full((n,), request.tokens), torch.full((n,), request.after),
+                torch.full((n,), n <= self.threshold),
+            )  # fmt: skip
+            for place, hot in zip(places.tolist(), mapping.tolist(), strict=True):
+                uid = self.write_page(place // P, place % P)
+                if hot >= 0:
+                    slot, offset = divmod(hot, P)
+                    assert int(self.table.slot_of_block[place // P]) == slot
+                    assert offset == place % P
+                    self.pool.rows.view(torch.int16)[slot, :, :, offset] = uid
+                    self.pool.words[slot, :, offset] = page_words(self.views.meta[place // P])[:, offset]
+                    self.copies[slot, offset] = uid
+
+    def check_reads(self) -> None:
+        """Each token is the one in the page, in BF16 if and only if its copy is there and the contract says so."""
+        sink, window = self.table.limits.tolist()
+        for request in self.running:
+            decodes = request.query <= self.threshold
+            tokens = request.after if decodes else request.tokens
+            if not tokens:
+                continue
+            blocks = torch.tensor(request.blocks[: -(-tokens // P)])
+            rows = read_rows(self.views, self.pool, self.table, blocks, tokens, request.tokens)
+            uids = [self.page[request.blocks[j // P], j % P] for j in range(tokens)]
+            slots = [int(self.table.slot_of_block[block]) for block in request.blocks]
+            copied = [self.copies.get((slots[j // P], j % P)) == uid for j, uid in enumerate(uids)]
+            named = [j < sink or j >= request.tokens + 1 - window for j in range(tokens)]
+            hot = torch.tensor(copied) & torch.tensor(named)
+            wanted = torch.where(hot, from_bits(uids, torch.bfloat16), from_bits(uids, torch.float16))
+            assert torch.equal(rows.hot, hot[:, None].expand(-1, HEADS))
+            assert torch.equal(rows.key, wanted[:, None, None].expand_as(rows.key))
+            assert torch.equal(rows.value, wanted[:, None, None].expand_as(rows.value))
+            self.happened["hot"] += int(hot.sum())
+            self.happened["int2"] += int((~hot).sum())
+
+    def step(self) -> None:
+        self.schedule()
+        if not self.running:
+            return
+        arguments = self.tensors()
+        proven = self.pool.proven_slots(page_words(self.views.meta), self.table)
+        blocks = self.table.block_of_slot[:-1].tolist()
+        right = {slot for (slot, offset), uid in self.copies.items() if self.page.get((blocks[slot], offset)) == uid}
+        occupied = self.table.block_of_slot[:-1] >= 0
+        assert {slot for slot in occupied.nonzero()[:, 0].tolist() if proven[slot]} == right
+        old = copy.deepcopy(self.table)
+        self.table.allocate(*arguments, self.threshold, proven)
+        self.check_allocation(old, proven)
+        self.write()
+        self.check_reads()
+        again = copy.deepcopy(self.table)
+        self.table.allocate(*arguments, self.threshold, proven)
+        for name in ("slot_of_block", "block_of_slot", "is_sink"):
+            assert torch.equal(getattr(self.table, name)[:-1], getattr(again, name)[:-1]), f"not idempotent: {name}"
+        for name in ("limits", "evictions"):
+            assert torch.equal(getattr(self.table, name), getattr(again, name)), f"not idempotent: {name}"
+        self.table = again
+        for request in self.running:
+            request.tokens, request.query = request.after, 0
+
+    def check_allocation(self, old: SlotTable, proven: torch.Tensor) -> None:
+        needed, limits, shrunk = expected_step(self.contract, self.running, self.threshold, self.num_slots)
+        table = self.table
+        assert tuple(table.limits.tolist()) == limits
+        assert int(table.shrunk_steps - old.shrunk_steps) == shrunk
+        self.happened["shrunk"] += shrunk
+        slot_of, old_slot_of = table.slot_of_block[:-1].tolist(), old.slot_of_block[:-1].tolist()
+        assert slot_of[0] == NO_SLOT, "the null block has a slot"
+        for block, slot in enumerate(slot_of):  # one to one
+            assert slot == NO_SLOT or int(table.block_of_slot[slot]) == block
+        assert {b for b in table.block_of_slot[:-1].tolist() if b >= 0} == {b for b, s in enumerate(slot_of) if s >= 0}
+        for block in needed:
+            assert slot_of[block] != NO_SLOT, (block, "is needed and has no slot")
+            assert old_slot_of[block] in (NO_SLOT, slot_of[block]), "a block that had a slot keeps it"
+        taken = [slot_of[block] for block in needed if old_slot_of[block] == NO_SLOT]
+        kept = {old_slot_of[block] for block in needed} - {NO_SLOT}
+        keys = {s: victim_key(old, s, bool(proven[s])) for s in range(self.num_slots) if s not in kept}
+        assert sorted(keys[s] for s in taken) == sorted(keys.values())[: len(taken)]
+        evicted = [s for s in taken if keys[s][0] > 0]
+        assert int(table.evictions - old.evictions) == len(evicted)
+        for slot in evicted:
+            self.happened[("", "evicted unproven", "evicted window", "evicted sink")[keys[slot][0]]] += 1
+
+
+@pytest.mark.parametrize(
+    ("sink", "window", "num_slots", "threshold", "requests"),
+    [
+        (16, 33, 30, 1, 4),  # room for everything: no shrinking
+        (64, 64, 22, 1, 4),  # evictions, and some shrinking
+        (20, 100, 12, 1, 4),  # sinks and windows that end inside blocks
+        (0, 1, 9, 1, 4),  # the smallest contract
+        (32, 48, 10, 4, 3),  # speculative verification
+        (16, 40, 8, 1, 4),  # exactly the floor
+    ],
+    ids=str,
+)
+def test_random_schedules_agree_with_the_oracle(
+    sink: int, window: int, num_slots: int, threshold: int, requests: int
+) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(2):
+        world = World(seed, HotContract(sink, window, P), num_slots, threshold, requests)
+        for _ in range(50):
+            world.step()
+        happened += world.happened
+    expected = {"finished or preempted", "shared", "overwritten", "hot", "int2", "evicted unproven"}
+    expected |= {"shrunk"} if num_slots < 20 and window > 1 else set()
+    assert expected <= set(happened), happened
+
+
+@pytest.mark.parametrize(("sink", "threshold", "floor"), [(64, 1, 2), (0, 1, 1), (16, 4, 3), (16, 17, 3), (16, 18, 4)])
+def test_the_floor_holds_whatever_a_decode_writes(sink: int, threshold: int, floor: int) -> None:
+    """With floor_slots slots for a request no schedule leaves a decode without a place for its own tokens."""
+    contract = HotContract(sink, 100, P)
+    assert contract.floor_slots_per_request(threshold) == floor
+    for tokens in range(3 * P, 4 * P):
+        for query in {1, 2, threshold - 1, threshold} - {0}:
+            request = Request(list(range(1, 9)), tokens, query)
+            table = SlotTable.empty(contract, 12, floor, CPU)
+            block_table = torch.tensor([request.blocks], dtype=torch.int32)
+            starts = torch.tensor([0, query], dtype=torch.int32)
+            lens = torch.tensor([request.after], dtype=torch.int32)
+            table.allocate(block_table, lens, starts, threshold, torch.zeros(floor, dtype=torch.bool))
+            written = {request.blocks[j // P] for j in range(tokens, request.after)}
+            assert {b for b, slot in enumerate(table.slot_of_block[:-1].tolist()) if slot >= 0} >= written
+
+
+def allocate(table: SlotTable, requests: list[Request], proven: list[bool] | None = None) -> None:
+    rows = [r.blocks + [0] * (COLUMNS - len(r.blocks)) for r in requests]
+    starts = [0]
+    for request in requests:
+        starts.append(starts[-1] + request.query)
+    table.allocate(
+        torch.tensor(rows, dtype=torch.int32),
+        torch.tensor([r.after for r in requests], dtype=torch.int32),
+        torch.tensor(starts, dtype=torch.int32),
+        1,
+        torch.tensor(proven if proven is not None else [True] * table.num_slots),
+    )
+
+
+def holders(table: SlotTable) -> list[int]:
+    return table.block_of_slot[:-1].tolist()
+
+
+def test_victims_go_in_the_documented_order() -> None:
+    """Free, then unproven, then the stalest window, then the stalest sinks; never a slot that this step needs."""
+    contract = HotContract(sink=P, window=1, block_size=P)
+    table = SlotTable.empty(contract, 40, 6, CPU)
+    allocate(table, [Request([1, 2], 20, 1)])  # sink block 1, window block 2
+    allocate(table, [Request([3, 4], 20, 1)])
+    assert holders(table) == [1, 2, 3, 4, -1, -1]
+    allocate(table, [Request([5, 6], 20, 1)])
+    assert holders(table) == [1, 2, 3, 4, 5, 6], "free slots go first"
+    unproven = [True, True, True, True, False, True]
+    allocate(table, [Request([7], 3, 1)], unproven)  # one block: sink and tail in one
+    assert holders(table) == [1, 2, 3, 4, 7, 6], "an unproven sink goes before any proven window"
+    allocate(table, [Request([8], 3, 1)])
+    assert holders(table) == [1, 8, 3, 4, 7, 6], "then the stalest window"
+    allocate(table, [Request([9, 10], 20, 1)])
+    assert holders(table) == [1, 8, 3, 9, 7, 10], "then the other windows"
+    allocate(table, [Request([11], 3, 1), Request([12], 3, 1)])
+    assert holders(table) == [12, 8, 3, 9, 7, 11], "the last window, then the stalest sink"
+    allocate(table, [Request([n], 3, 1) for n in (13, 14, 15)] + [Request([n], 3, 1) for n in (12, 11)])
+    assert holders(table) == [12, 15, 13, 9, 14, 11], "sinks by age, but none that is needed now"
+    assert int(table.evictions) == 9
+
+
+def test_limits_shrink_evenly_and_do_not_depend_on_what_the_pool_holds() -> None:
+    """Two requests at 200 tokens need 2 sink blocks and 5 window blocks each (64 = 1 + 63: 4 steps, 5 blocks)."""
+    contract = HotContract(sink=20, window=64, block_size=P)
+    requests = [Request(list(range(1, 14)), 200, 1), Request(list(range(21, 34)), 200, 1)]
+    # token 200 is the last: 201 tokens end 9 tokens into block 12; windows of 1, 17, 33, 49, 64 tokens from its end
+    # reach blocks 12, 11..12, 10..12, 9..12, 8..12
+    expected = {4: (16, 1), 6: (20, 1), 8: (20, 17), 10: (20, 33), 12: (20, 49), 14: (20, 64), 20: (20, 64)}
+    for num_slots, limits in expected.items():
+        fresh, used = (SlotTable.empty(contract, 60, num_slots, CPU) for _ in range(2))
+        for block in range(40, 40 + num_slots):
+            allocate(used, [Request([block], 3, 1)])
+        for table in (fresh, used):
+            allocate(table, requests)
+            assert tuple(table.limits.tolist()) == limits, num_slots
+            assert int(table.shrunk_steps) == (num_slots < 14)
+        odd, _ = expected_step(contract, requests, 1, num_slots + 1)[1:]
+        assert odd == limits, "one slot more is no use: what one request gets, all get"
+
+
+def test_shared_blocks_count_once() -> None:
+    contract = HotContract(sink=32, window=17, block_size=P)
+    table = SlotTable.empty(contract, 60, 8, CPU)
+    prefix = [1, 2, 3]
+    allocate(table, [Request([*prefix, 10 + n, 20 + n], 66, 1) for n in range(3)])
+    # 67 tokens: a window of 17 reaches blocks 3 and 4 of each; the two sink blocks are the same for all
+    assert tuple(table.limits.tolist()) == (32, 17)
+    assert sorted(holders(table)) == [1, 2, 10, 11, 12, 20, 21, 22]
+
+
+def test_padding_and_the_null_block_get_no_slot() -> None:
+    table = SlotTable.empty(HotContract(16, 32, P), 20, 8, CPU)
+    padding = Request([0] * 3, 0, 0)
+    allocate(table, [padding, Request([0, 0, 5], 40, 1), padding])  # blocks freed by a sliding window are null blocks
+    assert sorted(holders(table)) == [-1] * 7 + [5]
+    mapping = table.hot_slot_mapping(
+        torch.tensor([-1, 5 * P + 8]), torch.tensor([40, 40]), torch.tensor([40, 40]), torch.tensor([41, 41]),
+        torch.tensor([True, True]),
+    )  # fmt: skip
+    slot = int(table.slot_of_block[5])
+    assert mapping.tolist() == [-1, slot * P + 8]
+
+
+def test_pages_and_pool_full_of_ones_hold_no_copy_of_a_written_token() -> None:
+    """0xFF words in the page equal those of a slot never written (-1); a written token's never do."""
+    world = World(0, HotContract(16, 32, P), 8, 1, 2)
+    for tensor in (world.views.meta.view(torch.int16), world.pool.rows.view(torch.int16), world.pool.words):
+        tensor.fill_(-1)
+    for codes in world.views.codes:
+        codes.fill_(0xFF)
+    request = Request([3, 4], 0, 20)
+    allocate(world.table, [request])
+    world.uid = 5
+    for j in range(20):  # pages only: as if a connector had brought them
+        world.write_page(request.blocks[j // P], j % P)
+    for codes in world.views.codes:
+        codes.zero_()
+    rows = read_rows(world.views, world.pool, world.table, torch.tensor([3, 4]), 20, 20)
+    assert not rows.hot.any()
+    wanted = from_bits(list(range(6, 26)), torch.float16)
+    assert torch.equal(rows.key, wanted[:, None, None].expand_as(rows.key))
+
+
+@pytest.mark.parametrize(("sink", "window"), [(-1, 5), (0, 0)])
+def test_impossible_contracts_are_refused(sink: int, window: int) -> None:
+    with pytest.raises(ConfigError, match="at least"):
+        HotContract(sink, window, P)
+
+
+def test_the_contract_is_the_documented_formula() -> None:
+    """j < S or j >= c + 1 - W, by counting."""
+    for before in range(0, 60):
+        for tokens in (before, before + 1):
+            named = in_contract(tokens, before, 5, 9).tolist()
+            assert named == [j < 5 or before - j < 9 for j in range(tokens)]
+            assert sum(named[5:]) == max(0, min(tokens - 5, 8 + tokens - before))
