@@ -49,13 +49,17 @@ def model_folder(shape: str, root: Path, **changes: object) -> Path:
     return folder
 
 
-def random_sidecar(folder: Path, seed: int = 0) -> Path:
-    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one."""
+def random_sidecar(folder: Path, size_of_rows: float = 2e-6) -> Path:
+    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one.
+
+    Args:
+        size_of_rows: about how large keys and values are; vLLM's dummy weights make them tiny
+    """
     from transformers import AutoConfig
 
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(folder))
     heads, size = fingerprint.num_kv_heads, fingerprint.head_size
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -63,13 +67,13 @@ def random_sidecar(folder: Path, seed: int = 0) -> Path:
     def tensor(encoder: str, gain: float) -> TensorCalibration:
         basis = torch.linalg.qr(random(heads, size, size)).Q
         stretch = torch.exp(0.3 * random(heads, size, 1))
-        transform = (basis * stretch.mT) @ grouped_hadamard(size, size)
+        transform = (basis * stretch.mT) @ grouped_hadamard(size, size) / size_of_rows
         metric = None
         if encoder == "metric":
             factor = torch.linalg.qr(random(heads, size, size)).Q * torch.exp(0.5 * random(heads, 1, size))
             metric = factor @ factor.mT
             metric = (metric / metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]).float()
-        mean = (0.1 * random(heads, size)).float()
+        mean = (size_of_rows * random(heads, size)).float()
         return TensorCalibration(mean, transform.float(), encoder, gain, 1.0, metric)
 
     layers = {i: LayerCalibration(tensor("metric", 1.05), tensor("ls", 1.1)) for i in range(fingerprint.num_layers)}
