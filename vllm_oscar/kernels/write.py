@@ -156,8 +156,8 @@ def _write(
     tl.store(copy[:, None] + channel[None, :], bounded.to(rows.dtype.element_ty), mask=kept[:, None] & real[None, :])
     if KEYS_LATER and which == 0:
         out = transformed + (t * heads + h) * D
-        tl.store(out[:, None] + channel[None, :], bounded.to(rows.dtype.element_ty), mask=ok[:, None] & real[None, :])
-        return
+        tl.store(out[:, None] + channel[None, :], y.to(rows.dtype.element_ty), mask=ok[:, None] & real[None, :])
+        return  # the encoder sanitises, and counts
 
     grouped = tl.reshape(bounded, (TOKENS, GROUPS, WIDTH // GROUPS))
     in_group = tl.reshape(real, (1, GROUPS, WIDTH // GROUPS))

@@ -1,0 +1,110 @@
+"""Prefill attention over stored history against the reference: the cases, and how to run one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.synthetic import fill
+from vllm_oscar import attention
+from vllm_oscar.hot_pool import HotContract
+from vllm_oscar.kernels.history import RestoreTables, plan
+from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
+from vllm_oscar.page_layout import PageLayout
+
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a request's output, by norm
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked."""
+
+    head_size: int = 128
+    group_size: int = 0
+    block_size: int = 16
+    requests: tuple[tuple[int, int], ...] = ((17, 5), (33, 17), (0, 16))
+    kv_heads: int = 1
+    ratio: int = 2
+    capacity: int = 64
+    decoding: int = 0
+    sink: int = 16
+    window: int = 20
+    soft_cap: float = 0.0
+    sliding_window: int | None = None
+    dtype: torch.dtype = torch.float16
+    order: str = "padded"
+
+    def __str__(self) -> str:
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
+        return " ".join(changed).replace("torch.", "") or "default"
+
+
+def check(case: Case, device: torch.device) -> str:
+    """See verify_gpu."""
+    layout = PageLayout(case.head_size, case.block_size, case.group_size)
+    lengths = [before for before, _ in case.requests]
+    contract = HotContract(case.sink, case.window, case.block_size)
+    cache = fill(layout, lengths, case.kv_heads, case.dtype, contract, case.order, device=device)
+    starts = [0]
+    for _, query in case.requests:
+        starts.append(starts[-1] + query)
+    total, heads, size = starts[-1], case.kv_heads * case.ratio, case.head_size
+    generator = torch.Generator(device=device).manual_seed(1)
+    fused = torch.randn(total, heads + 2 * case.kv_heads, size, generator=generator, device=device).to(case.dtype)
+    query, key, value = fused.split([heads, case.kv_heads, case.kv_heads], 1)  # views, as vLLM has them
+
+    after = [sum(pair) for pair in case.requests]
+    calls = plan(after, starts, case.decoding, case.capacity, case.sliding_window, device)
+    workspace = PrefillWorkspace.allocate(case.capacity, total, heads, case.kv_heads, size, case.dtype, device)
+    for tensor in (workspace.restored, workspace.out, workspace.lse):
+        tensor.fill_(float("nan"))
+    out = torch.full((total, heads, size), float("nan"), dtype=case.dtype, device=device)
+    scale = size**-0.5
+    prefill(
+        query, key, value, cache.pages, layout, cache.pool, cache.table, cache.block_table,
+        RestoreTables.of(cache.key, cache.value, case.dtype), calls, workspace, out, scale, case.soft_cap,
+        case.sliding_window,
+    )  # fmt: skip
+
+    views = layout.views(cache.pages)
+    worst = 0.0
+    for index, before in enumerate(lengths):
+        rows = slice(starts[index], starts[index + 1])
+        if index < case.decoding:
+            assert out[rows].isnan().all()
+            continue
+        blocks = cache.block_table[index, : -(-before // case.block_size)].long()
+        stored = attention.read_rows(views, cache.pool, cache.table, blocks, before, before)
+        expected = attention.attend(
+            query[rows], stored, cache.key, cache.value, scale, before, (key[rows], value[rows]), case.soft_cap,
+            case.sliding_window,
+        )  # fmt: skip
+        error = ((out[rows].float() - expected).norm() / expected.norm()).item()
+        assert error < TOLERANCE[case.dtype], f"relative error {error:.2e}"
+        worst = max(worst, error)
+    return f"{worst:.1e}"
+
+
+def gpu_cases() -> list[Case]:
+    """What verify_gpu runs."""
+    real = {"sink": 64, "window": 256}
+    step = ((4099, 1), (1000, 700), (0, 333), (2600, 129), (15, 16))
+    cases = [
+        Case(d, g, p, step, 2, ratio, 4096, 1, dtype=dtype, order="head-major", **real)
+        for d, g, p, ratio, dtype in (
+            (64, 0, 16, 1, torch.bfloat16),
+            (64, 32, 16, 16, torch.float16),
+            (80, 0, 16, 4, torch.bfloat16),
+            (96, 0, 32, 3, torch.float16),
+            (128, 0, 16, 4, torch.bfloat16),
+            (128, 64, 64, 8, torch.float16),
+            (128, 32, 16, 5, torch.bfloat16),
+            (192, 0, 16, 2, torch.bfloat16),
+            (256, 0, 16, 8, torch.float16),
+        )
+    ]
+    cases += [
+        Case(requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=3, **real),
+        Case(requests=((5000, 700), (10, 20)), capacity=4096, soft_cap=20.0, sliding_window=700, **real),
+        Case(head_size=64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, **real),
+    ]
+    return cases

@@ -1,0 +1,188 @@
+"""Writing and re-encoding against the reference: the cases, and how to run one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.synthetic import strided_pages, transform
+from vllm_oscar.cache_layer import CacheLayer, RowCodec
+from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
+from vllm_oscar.kernels.encode_metric import MetricTables, ReencodeTable, encode_written, reencode, workspace
+from vllm_oscar.kernels.write import WriteTables, write
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout, unpack
+from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, Metric, decode
+
+LAYERS = 3  # of a re-encoding case
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens of one step. encoder is the keys'; `reencoded`: written as ls, then encoded again from the copies."""
+
+    head_size: int = 128
+    group_size: int = 0
+    block_size: int = 16
+    tokens: int = 17
+    heads: int = 1
+    encoder: str = "ls"
+    reencoded: bool = False
+    dtype: torch.dtype = torch.float16
+    order: str = "padded"
+
+    def __str__(self) -> str:
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
+        return " ".join(changed).replace("torch.", "") or "default"
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(self.head_size, self.block_size, self.group_size)
+
+
+def a_metric(case: Case, generator: torch.Generator) -> Metric:
+    d, device = case.head_size, generator.device
+    a = torch.randn(case.heads, d, d, generator=generator, device=device) * torch.linspace(2, 0.3, d, device=device)[:, None]
+    return Metric.of(a.mT @ a / d + 0.05 * torch.eye(d, device=device))
+
+
+def codec(case: Case, which: int, generator: torch.Generator) -> RowCodec:
+    """Keys' or values' codec. Values share the encoder only where it is the reference's."""
+    minmax = case.encoder == "minmax"
+    encoder = case.encoder if which == KEY else "minmax" if minmax else "ls"
+    return RowCodec(
+        transform(case.heads, case.head_size, case.dtype, generator),
+        encoder,
+        case.layout.group_size,
+        1.0 if minmax else (1.05, 1.1)[which],
+        (0.96, 0.92)[which],
+        (FP16_MAX, MAX_VALUE_SCALE)[which],
+        a_metric(case, generator) if encoder == "metric" else None,
+    )
+
+
+def tables(codecs: tuple[RowCodec, RowCodec], dtype: torch.dtype) -> WriteTables:
+    key, value = codecs
+    clips = tuple(c.clip if c.encoder == "minmax" else None for c in codecs)
+    return WriteTables.of(key.transform, value.transform, dtype, (key.gain, value.gain), (clips[0], clips[1]))
+
+
+def hard_rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Random rows (2, tokens, heads, D), as views of a wider tensor; some with what no row should have."""
+    *front, size = shape
+    wide = torch.randn((*front, size + 8), generator=generator, device=generator.device).to(dtype)
+    rows = wide[..., :size]
+    tokens = shape[1]
+    rows[:, tokens // 2] *= 300
+    if tokens > 10:
+        rows[0, 3, 0] = float("nan")
+        rows[1, 4, 0, 5] = float("inf")
+        rows[:, 5] *= 1e4  # values beyond their largest scale, and in FP16 beyond FP16
+        rows[:, 6] *= 1e-9
+    return rows
+
+
+def check(case: Case, device: torch.device) -> str:
+    """See verify_gpu. Rows are compared with the reference, codes with what the reference makes of these rows."""
+    generator = torch.Generator(device=device).manual_seed(case.tokens + case.head_size)
+    layout, p, heads, n = case.layout, case.block_size, case.heads, case.tokens
+    codecs = codec(case, KEY, generator), codec(case, VALUE, generator)
+    key, value = hard_rows((2, n, heads, case.head_size), case.dtype, generator)
+    blocks = -(-n // p) + 2
+    pages = strided_pages(layout, blocks, heads, case.order, device)
+    untouched = pages.clone()
+    pool = HotPool.allocate(layout, blocks, heads, case.dtype, device)
+    pool.rows.view(torch.uint8).fill_(0xFF)
+    slot_mapping = p + torch.arange(n, device=device)
+    hot = (blocks - 1 - slot_mapping // p) * p + slot_mapping % p  # every token has a copy
+    if n > 10:
+        slot_mapping[7] = hot[7] = -1
+    saturated = torch.zeros(1, dtype=torch.int64, device=device)
+    later = case.encoder == "metric" and not case.reencoded
+    y = torch.full((n + 1, heads, case.head_size), float("nan"), dtype=case.dtype, device=device) if later else None
+    scratch = workspace(layout, device)
+    scratch.fill_(float("nan"))
+    write(key, value, pages, layout, pool, slot_mapping, hot, tables(codecs, case.dtype), saturated, y)
+    metric = codecs[0].metric
+    if case.encoder == "metric":
+        assert metric is not None
+        metric_tables = MetricTables.of(metric, layout)
+        if y is not None:
+            encode_written(y, pages, layout, pool, slot_mapping, hot, metric_tables, 1.05, scratch, saturated)
+        else:
+            _reencode_all(case, pages, pool, metric_tables, scratch)
+
+    views = layout.views(pages)
+    there = slot_mapping >= 0
+    at, off = slot_mapping[there] // p, slot_mapping[there] % p
+    slot, slot_off = hot[there] // p, hot[there] % p
+    assert torch.equal(pool.words[slot, :, slot_off], page_words(views.meta[at])[torch.arange(len(at), device=device), :, off])
+    assert torch.equal(pages[0], untouched[0])
+    assert torch.equal(pages[-1], untouched[-1])
+    worst = 0.0
+    counted = 0
+    for which, rows in ((KEY, key), (VALUE, value)):
+        copies = pool.rows[slot, :, which, slot_off]
+        exact = codecs[which].transform.forward(rows[there])
+        close = exact.abs() < 6e4
+        error = (copies.float() - exact)[close & close.all(-1, keepdim=True)]
+        size = exact[close & close.all(-1, keepdim=True)]
+        step = 2.0**-8 if case.dtype == torch.bfloat16 else 2.0**-11
+        assert (error.abs() <= 1.5 * step * size.abs() + 2e-3 * step + 1e-4 * case.head_size**0.5 * step).all() or (
+            error.norm() / size.norm() < step
+        )
+        expected = codecs[which].encode(copies)
+        counted += int(codecs[which].encode(exact.to(case.dtype)).saturated)
+        codes = unpack(views.codes[which][at, :, off])
+        meta = views.meta[at, :, off, which]
+        same = (codes == expected.codes).float().mean().item()
+        assert same > 0.97, f"{1 - same:.1%} of the codes differ"
+        got = decode(codes, meta[..., 0], meta[..., 1]) - copies.float()
+        wanted = decode(expected.codes, expected.scale, expected.offset) - copies.float()
+        if which == KEY and metric is not None:
+            got, wanted = (torch.einsum("thd,hde,the->th", e, metric.g, e) for e in (got, wanted))
+        else:
+            got, wanted = got.square().sum(-1), wanted.square().sum(-1)
+        # rows whose errors differ, a tie gone the other way, must not differ much nor on average
+        floor = 1e-5 * copies.float().square().sum(-1) + 1e-20
+        ratio = (got + floor) / (wanted + floor)
+        worst = max(worst, abs(ratio.mean().item() - 1))
+        assert worst < 0.01, f"error {worst:.1%} off"
+        assert ratio.max() < 1.5, f"one row's error {ratio.max():.2f} times the reference's"
+    if not case.reencoded:
+        assert int(saturated) == counted, f"{int(saturated)} rows counted, {counted} are"
+    return f"{worst:.1e}"
+
+
+def _reencode_all(
+    case: Case, pages: torch.Tensor, pool: HotPool, metric: MetricTables, scratch: torch.Tensor
+) -> None:
+    """Steps of a request that decodes, until each of its tokens was about to leave the window; layer 1 is the case's."""
+    n, device = case.tokens, pages.device
+    contract = HotContract(0, 40, case.block_size)
+    table = SlotTable.empty(contract, pages.shape[0], pool.rows.shape[0], device)
+    table.slot_of_block[:-1] = torch.arange(pages.shape[0] - 1, -1, -1, device=device)
+    same_strides = strided_pages(case.layout, pages.shape[0], case.heads, case.order, device).copy_(pages)
+    other = same_strides, HotPool(pool.rows.clone(), pool.words.clone())
+    layers = ReencodeTable.of(
+        [other[0], pages, other[0]], [other[1], pool, other[1]], [metric] * LAYERS, [1.05] * LAYERS
+    )
+    block_table = torch.arange(1, pages.shape[0], dtype=torch.int32, device=device)[None]
+    for after in range(2, n + 41):
+        reencode(
+            layers, case.layout, table, block_table, torch.tensor([after], dtype=torch.int32, device=device),
+            torch.tensor([0, 1], dtype=torch.int32, device=device), 1, scratch,
+        )  # fmt: skip
+
+
+def gpu_cases() -> list[Case]:
+    """What verify_gpu runs."""
+    both = torch.bfloat16, torch.float16
+    cases = [
+        Case(d, g, 16, n, 3, encoder, False, dtype, order)
+        for d, g in ((64, 0), (64, 32), (80, 0), (96, 0), (128, 0), (128, 64), (128, 32), (192, 0), (256, 0))
+        for encoder in ("ls", "metric")
+        for n, dtype, order in ((33, both[0], "padded"), (300, both[1], "head-major"))
+    ]
+    cases += [Case(d, 0, 64, n, 2, "minmax", False, dtype) for d, n, dtype in ((64, 33, both[0]), (128, 200, both[1]))]
+    cases += [Case(128, 0, 16, n, 8, "metric", False, both[0]) for n in (1, 15, 2048)]
+    cases += [Case(d, g, 16, 100, 3, "metric", True, both[0]) for d, g in ((64, 0), (64, 32), (128, 0), (80, 0), (256, 0))]
+    return cases
