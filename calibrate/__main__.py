@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -171,7 +170,10 @@ def calibrate(
 
 
 def _peak_memory(device: torch.device) -> str:
-    peak = f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+    # not getrusage: its maximum starts with what the parent process held
+    status = Path("/proc/self/status").read_text()
+    kilobytes = int(status.split("VmHWM:")[1].split()[0])
+    peak = f"peak memory {kilobytes / 2**20:.2f} GiB"
     if device.type == "cuda":
         peak += f", {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB on the GPU"
     return peak

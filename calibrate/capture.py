@@ -110,10 +110,10 @@ def capturing(config: Any, observe: Callable[[Attention], None]) -> Iterator[Non
             mask=None if attention_mask is None else attention_mask[0, 0],
             scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=softcap,
-            sinks=s_aux,
+            sinks=None if s_aux is None else s_aux.detach(),
             projection=output_projection(module, query.shape[1]),
         )
-        attention.output.copy_(_output(attention))
+        attention.output.copy_(attention_output(attention))
         observe(attention)
         return attention.output.transpose(0, 1)[None].contiguous(), None
 
@@ -127,7 +127,7 @@ def capturing(config: Any, observe: Callable[[Attention], None]) -> Iterator[Non
         config._attn_implementation = before
 
 
-def _output(attention: Attention) -> torch.Tensor:
+def attention_output(attention: Attention) -> torch.Tensor:
     """The attention itself, (query heads, T, D)."""
     if attention.softcap is None and attention.sinks is None:
         return nn.functional.scaled_dot_product_attention(

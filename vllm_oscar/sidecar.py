@@ -145,7 +145,8 @@ class TensorCalibration:
 
     def shard(self, start: int, stop: int, device: torch.device | None = None) -> "TensorCalibration":
         """KV heads start to stop - 1, on a device."""
-        return replace(self, **{name: tensor[start:stop].to(device) for name, tensor in self.named().items()})
+        parts: dict[str, Any] = {name: tensor[start:stop].to(device) for name, tensor in self.named().items()}
+        return replace(self, **parts)
 
     def named(self) -> dict[str, torch.Tensor]:
         """The tensors that exist, by their name in the file."""
