@@ -78,7 +78,8 @@ class Spy:
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             result = original(*args, **kwargs)
-            self.compare(*args[1:4], kwargs["output"] if "output" in kwargs else args[6])
+            query, key, value = args[1:4]
+            self.compare(query, key, value, kwargs["output"] if "output" in kwargs else args[6])
             return result
 
         self.layer.impl.forward = forward

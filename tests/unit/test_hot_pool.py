@@ -152,12 +152,12 @@ class World:
             query = rng.choice([1, 1, 1, self.threshold, 5, 16, 40, 90]) if request.tokens else rng.choice([1, 17, 70])
             room = COLUMNS * P - request.tokens
             query = min(query, room)
-            blocks = -(-(request.tokens + query) // P)
-            if not query or blocks - len(request.blocks) > len(self.free):
+            total = -(-(request.tokens + query) // P)
+            if not query or total - len(request.blocks) > len(self.free):
                 self.release(request)
                 self.happened["finished or preempted"] += 1
                 continue
-            while len(request.blocks) < blocks:
+            while len(request.blocks) < total:
                 request.blocks.append(self.free.pop(rng.randrange(len(self.free))))
             request.query = query
         if self.page and rng.random() < 0.2:  # a connector restores, or somebody copies, a page
