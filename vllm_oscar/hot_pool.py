@@ -237,7 +237,12 @@ class SlotTable:
         return torch.argsort((kind << 32) | last_step, stable=True)
 
     def hot_slot_mapping(
-        self, slot_mapping: torch.Tensor, positions: torch.Tensor, before: torch.Tensor, after: torch.Tensor, short: torch.Tensor
+        self,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        before: torch.Tensor,
+        after: torch.Tensor,
+        short: torch.Tensor,
     ) -> torch.Tensor:
         """Where each new token's copy goes, int64 (tokens,): slot * P + offset, or -1 for no copy.
 
@@ -250,7 +255,7 @@ class SlotTable:
             before, after: int32 (tokens,), its request's tokens before and after this step
             short: bool (tokens,), whether its request decodes (and so reads its own tokens from the pool)
         """
-        contract, p = self.contract, self.contract.block_size
+        p = self.contract.block_size
         sink, window = self.limits[0], self.limits[1]
         hot = (positions < sink) | (positions >= after + 1 - window) | (short & (positions >= before))
         block = torch.where(slot_mapping >= 0, slot_mapping // p, self.slot_of_block.shape[0] - 1)
