@@ -71,7 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(options: argparse.Namespace) -> Sidecar:
     """Calibrate as the command line says."""
     from transformers import AutoConfig, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # ours is the one to look at
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # layers on disk are no surprise
     out = options.out or cached_path(options.model)
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(options.model))
     layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes
@@ -139,6 +142,8 @@ def calibrate(
         "dtype": str(next(model.decoder.parameters()).dtype),
     }
     state = State(state_folder, job, resume)
+    if state.done >= 0:
+        logger.info("going on after %d layers (%s)", state.done, state_folder)
     layers = len(model.layers)
     with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
         collect(model, data.ids, far, state, bar.update)
