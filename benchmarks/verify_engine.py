@@ -128,6 +128,7 @@ def main() -> None:
         print(f"-- {folder.name}", flush=True)
         answers = []
         for mode in ("eager", "graphs"):
+            print(f"   {mode}", flush=True)
             out = root / f"{mode}.json"
             out.unlink(missing_ok=True)
             subprocess.run([sys.executable, __file__, str(folder), str(sidecar), mode, str(out)], check=False)
