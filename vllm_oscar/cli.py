@@ -1,6 +1,7 @@
 """oscar calibrate | eval | inspect | doctor: each command lives in a module of its own, this one only chooses."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,6 +18,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `oscar`; returns the exit status."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(prog="oscar", description="Tools of vllm-oscar, the INT2 KV cache for vLLM.")
     parser.add_argument("--version", action="version", version=f"vllm-oscar {__version__}")

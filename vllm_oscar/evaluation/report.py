@@ -28,7 +28,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """KL and perplexity of each method as bars, on a logarithmic axis, to a picture file.
+    """KL of each method as a point with its error, on a logarithmic axis, to a picture file.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -36,16 +36,17 @@ def plot(results: Sequence[Result], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = [r for r in results[1:] if r.kl > 0]
-    figure = Figure(figsize=(7, 0.6 + 0.5 * len(shown)), layout="constrained")
+    figure = Figure(figsize=(8, 0.8 + 0.45 * len(shown)), layout="constrained")
     axes = figure.subplots()
-    bars = axes.barh(
-        [r.method for r in shown], [r.kl for r in shown], xerr=[r.kl_error for r in shown], color="#4c72b0"
-    )
-    labels = [f" {r.kl:.4f}, perplexity {100 * r.perplexity_change:+.2f}%, {r.bits:g} bits" for r in shown]
-    axes.bar_label(bars, labels)
+    axes.errorbar([r.kl for r in shown], range(len(shown)), xerr=[r.kl_error for r in shown], fmt="o", capsize=3)
+    for at, r in enumerate(shown):
+        text = f"{r.kl:.4f}, perplexity {100 * r.perplexity_change:+.1f}%, {r.bits:g} bits"
+        axes.annotate(text, (r.kl, at), (12, -3), textcoords="offset points", fontsize=9)
     axes.set_xscale("log")
-    axes.set_xlim(min(r.kl for r in shown) / 2, max(r.kl for r in shown) * 50)  # room for the labels
-    axes.invert_yaxis()
+    axes.set_xlim(min(r.kl for r in shown) / 2, max(r.kl for r in shown) * 100)  # room for the texts
+    axes.set_yticks(range(len(shown)), [r.method for r in shown])
+    axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlabel("KL divergence to the BF16 cache (nats)")
+    axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
