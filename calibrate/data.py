@@ -16,6 +16,7 @@ from vllm_oscar.errors import ConfigError
 Split = Literal["calibration", "held_out"]
 HELD_OUT_SHARE = 0.35  # of the built-in corpus
 CANDIDATES = 8  # sequences are drawn from the first CANDIDATES times as many: a huge file need not be read to its end
+_DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _PIECE = 1 << 20  # characters of a plain text file tokenised at once
 
 
@@ -59,8 +60,8 @@ class Sequences:
 def open_corpus(path: str | None, tokenizer: Any) -> Corpus:
     """A corpus by its file name; None: the built-in one.
 
-    .jsonl and .parquet hold rows with "text" or with "messages" (for the tokenizer's chat template); everything else
-    is plain UTF-8 text.
+    .jsonl and .parquet hold rows with "text" or with "messages" (for the tokenizer's chat template), and so does a
+    dataset of the Hugging Face hub (OWNER/NAME, its train split); every other file is plain UTF-8 text.
 
     Raises:
         ConfigError: no such file, or one that cannot be read this way.
@@ -68,6 +69,8 @@ def open_corpus(path: str | None, tokenizer: Any) -> Corpus:
     if path is None:
         return Corpus("built-in", _builtin_pieces("calibration"), separate=False, shuffle=False)
     file = Path(path)
+    if not file.exists() and _DATASET.fullmatch(path):
+        return Corpus(path, (_row_text(row, path, tokenizer) for row in _hub_rows(path)), True, True)
     if not file.is_file():
         raise ConfigError(f"--data {path}: no such file")
     if file.suffix in (".jsonl", ".ndjson"):
@@ -106,6 +109,17 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
     columns = [name for name in ("text", "messages") if name in opened.schema_arrow.names]
     for batch in opened.iter_batches(batch_size=256, columns=columns):
         yield from batch.to_pylist()
+
+
+def _hub_rows(name: str) -> Iterator[Any]:
+    try:
+        from datasets import load_dataset  # an optional dependency
+    except ImportError as error:
+        raise ConfigError(f"--data {name}: no such file; a dataset needs `datasets` (pip install datasets)") from error
+    try:
+        yield from load_dataset(name, split="train", streaming=True)
+    except (OSError, ValueError) as error:  # offline, or no such dataset
+        raise ConfigError(f"--data {name}: no such file, and no dataset that can be read ({error})") from error
 
 
 def _row_text(row: Any, path: str, tokenizer: Any) -> str:

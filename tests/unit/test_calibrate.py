@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -387,6 +388,30 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(errors.ConfigError, match="pip install pyarrow"):
         read(tmp_path / "a.parquet")
+
+
+def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(errors.ConfigError, match="pip install datasets"):
+        read(Path("owner/name"))
+    calls: list[Any] = []
+
+    def load_dataset(name: str, **options: Any) -> Any:
+        calls.append((name, options))
+        return iter([{"text": "abc"}, {"text": "defg"}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    assert read(Path("owner/name")) == "abc\0defg"
+    assert calls == [("owner/name", {"split": "train", "streaming": True})]
+
+    def offline(name: str, **options: Any) -> Any:
+        raise ConnectionError("offline")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=offline))
+    with pytest.raises(errors.ConfigError, match="offline"):
+        read(Path("owner/name"))
+    with pytest.raises(errors.ConfigError, match="no such file"):
+        read(Path("/owner/name"))
 
 
 def test_sequences_are_drawn_by_seed_and_start_with_bos() -> None:
