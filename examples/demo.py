@@ -13,16 +13,20 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is import
 import torch
 from transformers import AutoTokenizer
 
+from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.evaluation.engine import Engine, started
 from vllm_oscar.evaluation.measure import Result, measure
 from vllm_oscar.evaluation.methods import parse
 from vllm_oscar.evaluation.windows import held_out
 from vllm_oscar.sidecar import Sidecar, find_sidecar
 
+PARAGRAPH = "\n\n"
 PROMPTS = (
     "What is the capital of France? Answer in one sentence.",
     "Why is the sky blue? Explain it to a child in two sentences.",
-    "Write one sentence about a lighthouse in a storm.",
+    # long enough to be answered from INT2: the two before fit into the BF16 copies of sink and window
+    f"{builtin_text('held_out')[:3500].rpartition(PARAGRAPH)[0]}{PARAGRAPH}What is the text above about? "
+    "Answer in one sentence.",
 )
 MEMORY = 1 << 30  # bytes for the KV cache, with whatever belongs to it
 
@@ -77,7 +81,9 @@ def cache_bytes(model: torch.nn.Module) -> int:
 def show(bf16: Served, int2: Served, quality: list[Result]) -> None:
     """Print the answers side by side, and the table."""
     for prompt, first, second in zip(PROMPTS, bf16.answers, int2.answers, strict=True):
-        print(f"\n> {prompt}\n  BF16:  {first}\n  OSCAR: {second}")
+        before, _, question = prompt.rpartition(PARAGRAPH)
+        passage = f"[{len(before):,} characters of the Python reference] " if before else ""
+        print(f"\n> {passage}{question}\n  BF16:  {first}\n  OSCAR: {second}")
     reference, oscar = quality
     assert oscar.int2_reads is not None
     lines = [
@@ -99,8 +105,8 @@ def show(bf16: Served, int2: Served, quality: list[Result]) -> None:
     for name, left, right in lines:
         print(f"{name:<44}{left:>12}{right:>20}")
     print(
-        f"Quality: {oscar.windows} windows of {oscar.context} tokens, scored from position {oscar.first} on, 16 tokens "
-        "a step, so that all but the newest come out of the cache."
+        f"Quality: {oscar.windows} windows of {oscar.context} tokens, scored from position {oscar.first} on, 16 tokens a "
+        "step, so that all but the newest come out of the cache."
     )
 
 
