@@ -105,8 +105,8 @@ def show(bf16: Served, int2: Served, quality: list[Result]) -> None:
     for name, left, right in lines:
         print(f"{name:<44}{left:>12}{right:>20}")
     print(
-        f"Quality: {oscar.windows} windows of {oscar.context} tokens, scored from position {oscar.first} on, 16 tokens a "
-        "step, so that all but the newest come out of the cache."
+        f"Quality: {oscar.windows} windows of {oscar.context} tokens, scored from position {oscar.first} on, 16 tokens "
+        "a step, so that all but the newest come out of the cache."
     )
 
 
