@@ -225,11 +225,12 @@ def error_in_metric(y: torch.Tensor, encoded: Encoded, g: torch.Tensor) -> torch
 
 @pytest.mark.parametrize(("head_size", "group_size"), SIZES)
 def test_metric_beats_ls_in_its_metric(head_size: int, group_size: int) -> None:
+    """By half over the rows (0.41 to 0.47 measured). Compensation is greedy: a single row may lose, in float64 too."""
     y, g = rows(head_size, 60, 2), metrics(head_size)
     metric = error_in_metric(y, encode_metric(y, Metric.of(g), group_size), g)
     ls = error_in_metric(y, encode_ls(y, group_size), g)
-    assert float(metric.sum() / ls.sum()) < 0.65
-    assert torch.all(metric <= ls * 1.01)
+    assert float(metric.sum() / ls.sum()) < 0.5
+    assert int((metric > ls).sum()) <= metric.numel() // 100
 
 
 def test_metric_of_the_identity_is_least_squares() -> None:
