@@ -15,7 +15,7 @@ BASE_PARTIES = {"torch", "numpy", "safetensors", "huggingface_hub", "packaging"}
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "base": ({"base"}, BASE_PARTIES),
     "kernels": ({"base", "kernels"}, BASE_PARTIES | {"triton"}),
-    "calibrate": ({"base", "calibrate"}, BASE_PARTIES | {"transformers", "accelerate", "tqdm", "pyarrow"}),
+    "calibrate": ({"base", "calibrate"}, BASE_PARTIES | {"transformers", "accelerate", "tqdm", "pyarrow", "datasets"}),
     "integration": ({"base", "kernels", "integration"}, BASE_PARTIES | {"vllm", "pydantic", "psutil"}),
     "evaluation": (
         {"base", "calibrate", "integration", "evaluation"},
