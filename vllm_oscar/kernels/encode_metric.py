@@ -96,17 +96,17 @@ def _added(values, index, which, more):
 
 
 @triton.jit
-def _place(block):
-    """Where a block's channels are in a transposed tile, (BLOCK, ROWS)."""
-    return (tl.arange(0, BLOCK) + block * BLOCK)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+def _place(first, CHANNELS: tl.constexpr):
+    """Where CHANNELS channels from `first` on are in transposed rows, (CHANNELS, ROWS)."""
+    return (tl.arange(0, CHANNELS) + first)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
 
 
 @triton.jit
-def _against(table, rows, block, low, D: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr):
-    """The block's rows of a transposed (D, D) table times channels low .. low + SIZE of fp16 rows, (BLOCK, ROWS)."""
+def _against(table, rows, first, low, D: tl.constexpr, CHANNELS: tl.constexpr, SIZE: tl.constexpr, K: tl.constexpr):
+    """Rows first .. + CHANNELS of a transposed (D, D) table times channels low .. + SIZE of fp16 rows."""
     n = tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK) + block * BLOCK
-    out = tl.zeros([BLOCK, ROWS], tl.float32)
+    column = tl.arange(0, CHANNELS) + first
+    out = tl.zeros([CHANNELS, ROWS], tl.float32)
     for start in tl.static_range(0, SIZE, K):
         k = low + start + tl.arange(0, K)
         left = tl.load(table + column[:, None] * D + k[None, :])
@@ -115,14 +115,14 @@ def _against(table, rows, block, low, D: tl.constexpr, SIZE: tl.constexpr, K: tl
 
 
 @triton.jit
-def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr):
+def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
     """quantizer._initial: scale and offset, each (GROUPS, ROWS), from the rows and their means."""
     g = tl.arange(0, GROUPS)
     SIZE: tl.constexpr = D // GROUPS
     energy = tl.zeros([GROUPS, ROWS], tl.float32)
-    for block in tl.range(0, D // BLOCK, num_stages=1):
-        group = block * BLOCK // SIZE
-        deviation = tl.load(row + _place(block)) - _group(mean, g, group)[None, :]
+    for first in tl.range(0, D, CHUNK, num_stages=1):
+        group = first // SIZE
+        deviation = tl.load(row + _place(first, CHUNK)) - _group(mean, g, group)[None, :]
         energy = _added(energy, g, group, tl.sum(deviation * deviation, 0))
     scale = _STEP_OVER_STD * tl.sqrt(energy / SIZE)
     offset = mean - 1.5 * scale
@@ -131,9 +131,9 @@ def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr):
         squares = tl.zeros([GROUPS, ROWS], tl.float32)
         with_rows = tl.zeros([GROUPS, ROWS], tl.float32)
         inverse = reciprocal(scale)
-        for block in tl.range(0, D // BLOCK, num_stages=1):
-            group = block * BLOCK // SIZE
-            y = tl.load(row + _place(block))
+        for first in tl.range(0, D, CHUNK, num_stages=1):
+            group = first // SIZE
+            y = tl.load(row + _place(first, CHUNK))
             code = to_nearest((y - _group(offset, g, group)[None, :]) * _group(inverse, g, group)[None, :])
             total = _added(total, g, group, tl.sum(code, 0))
             squares = _added(squares, g, group, tl.sum(code * code, 0))
@@ -152,52 +152,61 @@ def _one_pass(
 ):
     """One pass over the channels in order, in place on residuals and codes. scale, offset (GROUPS, ROWS)."""
     n = tl.arange(0, ROWS)
-    c = tl.arange(0, BLOCK)
     g = tl.arange(0, GROUPS)
-    for block in tl.range(0, D // BLOCK, num_stages=1):  # not pipelined: it would read ahead of what the loop writes
-        sums = _against(table, residual, block, 0, D, D, K)
-        tl.store(target + c[:, None] * ROWS + n[None, :], sums + tl.load(row + _place(block)))
+    for first in tl.range(0, D, BLOCK, num_stages=1):  # not pipelined: it would read ahead of what the loop writes
+        sums = _against(table, residual, first, 0, D, BLOCK, D, K)
+        tl.store(target + _place(0, BLOCK), sums + tl.load(row + _place(first, BLOCK)))
         tl.debug_barrier()
-        group = block * BLOCK // (D // GROUPS)
+        group = first // (D // GROUPS)
         s = _group(scale, g, group)
         o = _group(offset, g, group)
         inverse = reciprocal(s)
         shift = -o * inverse
-        changes = ()
+        # first all loads and last all stores: a load behind a store would wait for it
+        wanted = ()
+        rest = ()
+        old = ()
         for j in tl.static_range(BLOCK):
-            at = n + (block * BLOCK + j) * ROWS
-            y = tl.load(row + at)
-            old = tl.load(residual + at).to(tl.float32)
-            wanted = tl.load(target + (n + j * ROWS))
+            at = n + (first + j) * ROWS
+            wanted = wanted + (tl.load(target + (n + j * ROWS)),)
+            rest = rest + (tl.load(row + at) - o,)
+            old = old + (tl.load(residual + at).to(tl.float32),)
+        code = ()
+        new = ()
+        change = ()
+        for j in tl.static_range(BLOCK):
+            t = wanted[j]
             for i in tl.static_range(j):
-                wanted += changes[i] * tl.load(inside + (block * BLOCK + i) * BLOCK + j)
-            code = to_nearest(wanted * inverse + shift)
-            new = (y - o) - code * s
-            changes = changes + (new - old,)
-            tl.store(residual + at, new.to(tl.float16))
-            tl.store(codes + at, code.to(tl.float16))
+                t += change[i] * tl.load(inside + (first + i) * BLOCK + j)
+            code = code + (to_nearest(t * inverse + shift),)
+            new = new + (rest[j] - code[j] * s,)
+            change = change + (new[j] - old[j],)
+        for j in tl.static_range(BLOCK):
+            at = n + (first + j) * ROWS
+            tl.store(residual + at, new[j].to(tl.float16))
+            tl.store(codes + at, code[j].to(tl.float16))
         tl.debug_barrier()
 
 
 @triton.jit
-def _refit(residual, codes, g_table, ones, total, scale, offset, D: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr):
+def _refit(
+    residual, codes, g_table, ones, total, scale, offset, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr
+):
     """quantizer._metric_refit: scale, offset (GROUPS, ROWS) that minimise the error in the metric for these codes."""
-    c = tl.arange(0, BLOCK)
     g = tl.arange(0, GROUPS)
     SIZE: tl.constexpr = D // GROUPS
-    KG: tl.constexpr = K if K < SIZE else SIZE
     unknown = tl.arange(0, 2 * GROUPS)  # changes of the scales, then of the offsets
     r = unknown[:, None, None]
     q = unknown[None, :, None]
     normal = tl.zeros([2 * GROUPS, 2 * GROUPS, ROWS], tl.float32)
     right = tl.zeros([2 * GROUPS, ROWS], tl.float32)
     for a in tl.range(0, GROUPS, num_stages=1):
-        for block in tl.range(0, D // BLOCK, num_stages=1):
-            b = block * BLOCK // SIZE
-            weighted = _against(g_table, codes, block, a * SIZE, D, SIZE, KG)
-            e = tl.load(residual + _place(block)).to(tl.float32)
-            code = tl.load(codes + _place(block)).to(tl.float32)
-            summed = tl.load(ones + a * D + (c + block * BLOCK))[:, None] * e
+        for first in tl.range(0, D, CHUNK, num_stages=1):
+            b = first // SIZE
+            weighted = _against(g_table, codes, first, a * SIZE, D, CHUNK, SIZE, CHUNK)
+            e = tl.load(residual + _place(first, CHUNK)).to(tl.float32)
+            code = tl.load(codes + _place(first, CHUNK)).to(tl.float32)
+            summed = tl.load(ones + a * D + (tl.arange(0, CHUNK) + first))[:, None] * e
             right = _added(right, unknown, a, tl.sum(weighted * e, 0))
             right = _added(right, unknown, GROUPS + a, tl.sum(summed, 0))
             both = tl.sum(weighted * code, 0)[None, None, :]
@@ -235,9 +244,9 @@ def _encode(
 ):  # fmt: skip
     """Rows at `source` (ROWS pointers) -> units, meta words, saturated (ROWS,). Tables are those of one head."""
     n = tl.arange(0, ROWS)
-    c = tl.arange(0, BLOCK)
     g = tl.arange(0, GROUPS)
     SIZE: tl.constexpr = D // GROUPS
+    CHUNK: tl.constexpr = K if K < SIZE else SIZE  # channels at a time where their order does not matter
     row = scratch
     target = scratch + ROWS * D
     residual = (target + ROWS * BLOCK).to(tl.pointer_type(tl.float16))
@@ -245,24 +254,25 @@ def _encode(
 
     bad = tl.zeros([ROWS], tl.int32)
     sums = tl.zeros([GROUPS, ROWS], tl.float32)
-    for block in tl.range(0, D // BLOCK, num_stages=1):
-        y = tl.load(source[None, :] + (c + block * BLOCK)[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
+    for first in tl.range(0, D, CHUNK, num_stages=1):
+        channel = tl.arange(0, CHUNK) + first
+        y = tl.load(source[None, :] + channel[:, None], mask=ok[None, :], other=0.0).to(tl.float32)
         bounded = sanitised(y)
         bad = bad | tl.max((bounded != y).to(tl.int32), 0)
-        sums = _added(sums, g, block * BLOCK // SIZE, tl.sum(bounded, 0))
-        tl.store(row + _place(block), bounded)
+        sums = _added(sums, g, first // SIZE, tl.sum(bounded, 0))
+        tl.store(row + _place(first, CHUNK), bounded)
     tl.debug_barrier()
     mean = sums / SIZE
-    first_scale, first_offset = _first_fit(row, mean, D, GROUPS)
+    first_scale, first_offset = _first_fit(row, mean, D, GROUPS, CHUNK)
     unit = tl.max(first_scale, 0)
     unit = tl.where(unit > 0, unit, 1.0)
     per_unit = 1.0 / unit
     scale = first_scale * per_unit[None, :]
     offset = first_offset * per_unit[None, :]
-    for block in tl.range(0, D // BLOCK, num_stages=1):
-        at = _place(block)
+    for first in tl.range(0, D, CHUNK, num_stages=1):
+        at = _place(first, CHUNK)
         tl.store(row + at, tl.load(row + at) * per_unit[None, :])
-        tl.store(residual + at, tl.zeros([BLOCK, ROWS], tl.float16))
+        tl.store(residual + at, tl.zeros([CHUNK, ROWS], tl.float16))
     tl.debug_barrier()
 
     for number in tl.range(0, _METRIC_PASSES + 1, num_stages=1):
@@ -271,20 +281,22 @@ def _encode(
             row, target, residual, codes, products + table * table_stride, inside + table * inside_stride,
             scale, offset, D, GROUPS, K,
         )  # fmt: skip
-        scale, offset = _refit(residual, codes, products + 2 * table_stride, ones, total, scale, offset, D, GROUPS, K)
+        scale, offset = _refit(
+            residual, codes, products + 2 * table_stride, ones, total, scale, offset, D, GROUPS, CHUNK
+        )
         if number < _METRIC_PASSES:
-            for block in tl.range(0, D // BLOCK, num_stages=1):
-                group = block * BLOCK // SIZE
-                at = _place(block)
+            for first in tl.range(0, D, CHUNK, num_stages=1):
+                group = first // SIZE
+                at = _place(first, CHUNK)
                 code = tl.load(codes + at).to(tl.float32)
                 fitted = code * _group(scale, g, group)[None, :] + _group(offset, g, group)[None, :]
                 tl.store(residual + at, (tl.load(row + at) - fitted).to(tl.float16))
             tl.debug_barrier()
 
     sums = tl.zeros([GROUPS, ROWS], tl.float32)
-    for block in tl.range(0, D // BLOCK, num_stages=1):
-        code = tl.load(codes + _place(block)).to(tl.float32)
-        sums = _added(sums, g, block * BLOCK // SIZE, tl.sum(code, 0))
+    for first in tl.range(0, D, CHUNK, num_stages=1):
+        code = tl.load(codes + _place(first, CHUNK)).to(tl.float32)
+        sums = _added(sums, g, first // SIZE, tl.sum(code, 0))
     constant, meta, over = finish(
         sums / SIZE, scale * unit[None, :], offset * unit[None, :], mean, gain, _MAX_KEY_SCALE + 0.0
     )
