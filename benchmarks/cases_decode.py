@@ -1,6 +1,6 @@
 """Decode attention against the reference: the cases, and how to run one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,9 +52,7 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> torch.Tensor:
     seqs, heads = len(case.lengths), case.kv_heads
     programs = heads * column_tiles(case.q_len, case.ratio)[1]
     segments = Segments.allocate(seqs + 3, programs, device).for_batch(seqs, programs)
-    build_segments(
-        cache.seq_lens, case.q_len, cache.table.limits, case.head_size, case.sliding_window, segments
-    )
+    build_segments(cache.seq_lens, case.q_len, cache.table.limits, case.head_size, case.sliding_window, segments)
     workspace = DecodeWorkspace.allocate(
         cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device, cache.table.contract
     )
@@ -73,9 +71,7 @@ def error(case: Case, device: torch.device | str, seed: int = 0) -> float:
     """Largest relative error of a query head's output; NaN if anything is."""
     cache, query = inputs(case, device, seed)
     out = attend(case, cache, query).double()
-    expected = reference(
-        cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window
-    ).double()
+    expected = reference(cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window).double()
     return ((out - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
 
 
@@ -90,9 +86,8 @@ def gpu_cases() -> list[Case]:
     """What verify_gpu runs."""
     mixed = (1, 15, 16, 17, 33, 320, 1000, 4099)
     long = (3000, 70, 1)
-    real = {"sink": 64, "window": 256}
     cases = [
-        Case(head_size=d, group_size=g, block_size=p, lengths=mixed, kv_heads=2, ratio=r, dtype=dtype, **real)
+        Case(head_size=d, group_size=g, block_size=p, lengths=mixed, kv_heads=2, ratio=r, dtype=dtype)
         for d, g, p, r, dtype in (
             (128, 0, 16, 4, torch.bfloat16),
             (128, 0, 64, 4, torch.float16),
@@ -113,13 +108,14 @@ def gpu_cases() -> list[Case]:
     ]
     cases += [
         Case(lengths=long, kv_heads=3, order="padded", sink=0, window=1),
-        Case(lengths=long, kv_heads=3, order="head-major", soft_cap=20.0, **real),
-        Case(head_size=64, lengths=long, kv_heads=2, soft_cap=20.0, sliding_window=500, **real),
-        Case(lengths=(*long, 0), kv_heads=2, sliding_window=300, **real),
-        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=4, **real),
-        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=8, sliding_window=600, **real),
-        Case(head_size=64, lengths=(3000, 70, 9), kv_heads=2, q_len=5, ratio=16, **real),
-        Case(lengths=(40000, 200, 900, 4000), kv_heads=8, block_size=64, **real),
-        Case(lengths=tuple(range(1, 1400, 7)), kv_heads=8, **real),
+        Case(lengths=long, kv_heads=3, order="head-major", soft_cap=20.0),
+        Case(head_size=64, lengths=long, kv_heads=2, soft_cap=20.0, sliding_window=500),
+        Case(lengths=(*long, 0), kv_heads=2, sliding_window=300),
+        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=4),
+        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=8, sliding_window=600),
+        Case(head_size=64, lengths=(3000, 70, 9), kv_heads=2, q_len=5, ratio=16),
+        Case(lengths=(40000, 200, 900, 4000), kv_heads=8, block_size=64),
+        Case(lengths=tuple(range(1, 1400, 7)), kv_heads=8),
+        Case(lengths=(150,), block_size=64, order="huge", kv_heads=2),
     ]
-    return cases
+    return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]

@@ -9,7 +9,9 @@ _PROGRAMS = 2112  # two waves of one-warp programs; more hides the tail of a pla
 
 
 @triton.jit
-def _read(pages, block_table, out, blocks, page_stride, head_stride, table_stride, WORDS: tl.constexpr, STAGES: tl.constexpr):
+def _read(
+    pages, block_table, out, blocks, page_stride, head_stride, table_stride, WORDS: tl.constexpr, STAGES: tl.constexpr
+):
     head = tl.program_id(0).to(tl.int64)
     seq = tl.program_id(1)
     share = tl.cdiv(blocks, tl.num_programs(2))
@@ -99,7 +101,12 @@ class Bf16Decode:
         self.lse = torch.empty(size, device=device)
 
     def __call__(
-        self, query: torch.Tensor, cache: torch.Tensor, block_table: torch.Tensor, seq_lens: torch.Tensor, out: torch.Tensor
+        self,
+        query: torch.Tensor,
+        cache: torch.Tensor,
+        block_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        out: torch.Tensor,
     ) -> None:
         seqs, h, g, d = seq_lens.shape[0], self.heads, self.ratio, self.head_size
         _bf16_decode[(h, seqs, self.splits)](

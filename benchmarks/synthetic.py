@@ -45,13 +45,17 @@ def transform(heads: int, head_size: int, dtype: torch.dtype, generator: torch.G
 
 
 def strided_pages(layout: PageLayout, blocks: int, heads: int, order: str, device: torch.device) -> torch.Tensor:
-    """Pages full of 0xFF. order: 'packed', 'padded' (gaps after heads and blocks) or 'head-major'."""
+    """Pages full of 0xFF. order: 'packed', 'padded' (gaps after heads and blocks), 'head-major' or 'huge' (1 GiB from
+    block to block, so that offsets pass 2^31)."""
     size = layout.head_bytes
     if order == "packed":
         return torch.full((blocks, heads, size), 0xFF, dtype=torch.uint8, device=device)
     if order == "padded":
         whole = torch.full((blocks, heads + 1, size + 128), 0xFF, dtype=torch.uint8, device=device)
         return whole[:, :heads, :size]
+    if order == "huge":
+        whole = torch.full((blocks << 30,), 0xFF, dtype=torch.uint8, device=device)
+        return whole.as_strided((blocks, heads, size), (1 << 30, size, 1))
     return torch.full((heads, blocks, size), 0xFF, dtype=torch.uint8, device=device).transpose(0, 1)
 
 

@@ -1,10 +1,12 @@
 """The decode kernels against `attention.attend`, in Triton's interpreter."""
 
+import itertools
+
 import pytest
 import torch
-from benchmarks.cases_decode import TOLERANCE, Case, error
 
-from vllm_oscar.kernels.segments import TILE, Segments, build_segments, granule
+from benchmarks.cases_decode import TOLERANCE, Case, error
+from vllm_oscar.kernels.segments import Segments, build_segments, granule, tile_tokens
 
 pytestmark = pytest.mark.kernels
 
@@ -51,7 +53,7 @@ def test_segments_cover_every_token_once(head_size: int, q_len: int, sliding_win
         torch.tensor(lengths, dtype=torch.int32), q_len, torch.tensor([sink, window], dtype=torch.int32), head_size,
         sliding_window, segments,
     )  # fmt: skip
-    rows = segments.table.tolist()
+    rows, tile = segments.table.tolist(), tile_tokens(head_size)
     used = [row for row in rows if row[0] >= 0]
     assert len(used) == segments.first[-1] <= len(rows)
     for seq, length in enumerate(lengths):
@@ -62,15 +64,15 @@ def test_segments_cover_every_token_once(head_size: int, q_len: int, sliding_win
         first_seen = max(0, length - q_len + 1 - sliding_window) if sliding_window else 0
         assert own[0][1] <= first_seen
         assert own[-1][4] == length
-        for before, after in zip(own, own[1:], strict=False):
+        for before, after in itertools.pairwise(own):
             assert before[4] == after[1]
         for number, lo, fast_lo, fast_hi, hi in own:
             assert number == seq
             assert lo <= fast_lo <= fast_hi <= hi
-            assert (fast_hi - fast_lo) % TILE == 0
+            assert (fast_hi - fast_lo) % tile == 0
             assert (lo - fast_hi) % granule(head_size) == 0
             if fast_lo < fast_hi:  # tokens that need no second look
-                assert fast_lo % TILE == 0
+                assert fast_lo % tile == 0
                 assert fast_lo >= sink
                 assert fast_hi <= length - q_len + 1 - window
                 assert sliding_window is None or fast_lo >= length - sliding_window
@@ -82,4 +84,4 @@ def test_segments_are_balanced() -> None:
     build_segments(lengths, 1, torch.tensor([64, 256], dtype=torch.int32), 128, None, segments)
     tokens = [row[4] - row[1] for row in segments.table.tolist() if row[0] == 0]
     assert len(tokens) == segments.table.shape[0] - 7
-    assert max(tokens) - min(tokens[1:-1]) <= TILE
+    assert max(tokens) - min(tokens[1:-1]) <= tile_tokens(128)

@@ -1,12 +1,13 @@
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: RET505  (Triton compiles what follows a return as well)
 """Decode attention over INT2 pages and their BF16 copies.
 
 Three launches: `prepare` (queries, and where the copies are), the kernel here (partials of segments), `merge`
-(output). One program reads one segment of one KV head with one warp. Everything is transposed: tokens, then channels, are the rows of the
-tensor-core tiles, the (query, head) pairs of the KV head are the columns.
+(output). One program reads one segment of one KV head with one warp. Everything is transposed: tokens, then channels,
+are the rows of the tensor-core tiles, the (query, head) pairs of the KV head are the columns.
 
     scores   s = sum over bit positions J of unpack_J(key units [T, U]) . q_J [U, N]
-             logit = s * scale * factor + offset * (sum of q)
+             logit = (s * scale + offset * (sum of q)) * factor
     values   o_J [U, N] += unpack_J(value units [U, T]) . (p * scale)     and, aside, sum of p * offset
 
 The units of a row are one operand (D = 128: 16 units, 16 deep), so nothing is shuffled. At D = 64 two neighbouring
@@ -23,13 +24,13 @@ from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
-from vllm_oscar.kernels.segments import FIELDS, TILE, Segments, granule, programs_per_wave
-from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack, weight_exponent
+from vllm_oscar.kernels.segments import FIELDS, Segments, granule, programs_per_wave, tile_tokens
+from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.rotation import Transform
 
 _NEVER: tl.constexpr = tl.constexpr(1 << 30)  # position of a token that no query sees
-_HIDDEN: tl.constexpr = tl.constexpr(-1e30)  # its logit
+_HIDDEN: tl.constexpr = tl.constexpr(-1e6)  # its logit, in units of log 2
 _STAGES = 5  # of the plain loop: the block-table load takes two of them
 _COPY_STAGES = 3
 
@@ -39,7 +40,7 @@ def _spread(x, N: tl.constexpr, PARITIES: tl.constexpr):
     """Per-token values, one [R] a parity -> something that broadcasts with [R, parities * N]."""
     if PARITIES == 1:
         return x[0][:, None]
-    else:  # noqa: RET505  (Triton compiles what follows a return as well)
+    else:
         return tl.where((tl.arange(0, 2 * N) < N)[None, :], x[0][:, None], x[1][:, None])
 
 
@@ -48,28 +49,32 @@ def _spread_t(x, N: tl.constexpr, PARITIES: tl.constexpr):
     """The same transposed."""
     if PARITIES == 1:
         return x[0][None, :]
-    else:  # noqa: RET505
+    else:
         return tl.where((tl.arange(0, 2 * N) < N)[:, None], x[0][None, :], x[1][None, :])
 
 
 @triton.jit
-def _visible(x, position, last, N: tl.constexpr, PARITIES: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
+def _visible(x, position, last, unit, N: tl.constexpr, PARITIES: tl.constexpr, SLIDING_WINDOW: tl.constexpr):
     """Scores with those hidden that a column's query, at position `last`, does not see."""
     at = _spread(position, N, PARITIES)
     seen = at <= last[None, :]
     if SLIDING_WINDOW:
         seen = seen & (at > last[None, :] - SLIDING_WINDOW)
-    return tl.where(seen, x, _HIDDEN)
+    return tl.where(seen, x, _HIDDEN / unit)
 
 
 @triton.jit
-def _softmax_step(x, m, total):
-    """Probabilities of a tile against the new maximum, and how much the old sums shrink. total is kept [8, C]."""
+def _softmax_step(x, m, total, unit):
+    """Probabilities of a tile times 256 (tiny ones then keep their bits in fp16), and how much older sums shrink.
+
+    Scores and their maximum are in units of `unit` * log 2; total is kept as [8, C]. Hidden scores must not be so
+    large that the rounding of x * unit matters: their own difference has to come out near 0.
+    """
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     new = tl.maximum(m, tl.max(x, 0))
-    decay = tl.exp2(m - new)
-    p = tl.exp2(x - new[None, :])
+    decay = tl.exp2((m - new) * unit)
+    p = tl.exp2(x * unit - (new * unit - 8.0)[None, :])
     total = total * decay[None, :] + tl.sum(tl.reshape(p, (R // 8, 8, C)), 0)
     return p, decay, new, total
 
@@ -109,15 +114,17 @@ def _plain_step(
         offset = ()
         for parity in tl.static_range(PARITIES):
             word = tl.load(pages32 + meta[parity] + g)
-            scale = scale + (scale_of(word) * factor,)
+            scale = scale + (scale_of(word),)
             offset = offset + (offset_of(word),)
         term = s * _spread(scale, N, PARITIES) + _spread(offset, N, PARITIES) * sums[g][None, :]
-        x = term if g == 0 else x + term  # noqa: F821
+        x = term if g == 0 else x + term  # type: ignore[has-type]  # noqa: F821
+    unit = factor
     if CAPPED:
-        x = _capped(x + constant[None, :], cap)
+        x = _capped(x * factor + constant[None, :], cap)
+        unit = 1.0
     if MASKED:
-        x = _visible(x, position, last, N, PARITIES, SLIDING_WINDOW)
-    p, decay, m, total = _softmax_step(x, m, total)
+        x = _visible(x, position, last, unit, N, PARITIES, SLIDING_WINDOW)
+    p, decay, m, total = _softmax_step(x, m, total, unit)
 
     new_offsets = ()
     new_o = ()
@@ -128,7 +135,7 @@ def _plain_step(
             word = tl.load(pages32 + meta[parity] + GROUPS + g)
             if MASKED:  # a token that nobody sees may have anything here
                 word = tl.where(position[parity] < _NEVER, word, 0)
-            scale = scale + (scale_of(word) * 256.0,)
+            scale = scale + (scale_of(word),)
             offset = offset + (offset_of(word),)
         weighted = tl.reshape(p * _spread(offset, N, PARITIES), (R // 8, 8, C))
         new_offsets = new_offsets + (offsets[g] * decay[None, :] + tl.sum(weighted, 0),)
@@ -164,12 +171,14 @@ def _copies_step(
         if i + 5 < POSITIONS:
             k = tl.load(rows + key + (i + 5) * U, mask=keep, other=0.0).to(tl.float16)
             s = tl.dot(k, q[i + 5], s)
-    x = s * (factor * 5.9604644775390625e-08)  # 2^-24, which the codes have and the copies have not
+    x = s * 5.9604644775390625e-08  # 2^-24, which the codes have and the copies have not
+    unit = factor
     if CAPPED:
-        x = _capped(x + constant[None, :], cap)
-    x = _visible(x, position, last, N, PARITIES, SLIDING_WINDOW)
-    p, decay, m, total = _softmax_step(x, m, total)
-    ph = (p * 256.0).to(tl.float16)
+        x = _capped(x * factor + constant[None, :], cap)
+        unit = 1.0
+    x = _visible(x, position, last, unit, N, PARITIES, SLIDING_WINDOW)
+    p, decay, m, total = _softmax_step(x, m, total, unit)
+    ph = p.to(tl.float16)
     new_offsets = ()
     for g in tl.static_range(GROUPS):
         new_offsets = new_offsets + (offsets[g] * decay[None, :],)
@@ -186,7 +195,10 @@ def _tile(
     P: tl.constexpr, T: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, W: tl.constexpr,
     VALUE: tl.constexpr, META: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
-    """Element offsets of a tile from token t0 on (see `_plain_step`); tokens may lie past the end if PARTIAL."""
+    """Element offsets of a tile from token t0 on (see `_plain_step`), a multiple of T unless PARTIAL.
+
+    If PARTIAL, tokens may lie past the end of the sequence.
+    """
     u = tl.arange(0, UP)
     if P % T == 0 and not PARTIAL:  # in one page
         base = tl.load(table + t0 // P).to(tl.int64) * page_block_stride + inside
@@ -196,11 +208,14 @@ def _tile(
         word = base + META // 4 + off * W + r * W
     else:
         token = t0 + r
-        if PARTIAL:
-            base = tl.load(table + tl.minimum(token, length - 1) // P).to(tl.int64) * page_block_stride + inside
-        else:
-            base = tl.load(table + token // P).to(tl.int64) * page_block_stride + inside
+        page = token // P
         off = token % P
+        if PARTIAL:
+            page = tl.minimum(page, (length - 1) // P)
+        elif T % P == 0:  # whole pages
+            page = t0 // P + r // P
+            off = r % P
+        base = tl.load(table + page).to(tl.int64) * page_block_stride + inside
         key = (base * 2 + off * U)[:, None] + u[None, :]
         value = (base * 2 + VALUE // 2 + off * U)[None, :] + u[:, None]
         word = base + META // 4 + off * W
@@ -263,7 +278,7 @@ def _decode(
     # the last token that a column's query sees
     last = length - Q_LEN + ((place % TILES) * N + c % N) // RATIO
 
-    m = tl.full([C], _HIDDEN, tl.float32)
+    m = tl.zeros([C], tl.float32) + (_HIDDEN if CAPPED else _HIDDEN / factor)
     total = tl.zeros([8, C], tl.float32)
     offsets = ()
     for g in tl.static_range(GROUPS):
@@ -331,6 +346,8 @@ def _decode(
         )  # fmt: skip
 
     # normalise, undo the weights; at D = 64 join the two parities
+    if not CAPPED:
+        m *= factor
     sum_c = tl.sum(total, 0)
     share = tl.full([C], 1.0, tl.float32)
     top = m
@@ -346,25 +363,29 @@ def _decode(
     used = (place % TILES) * N + n < Q_LEN * RATIO
     for j in tl.static_range(POSITIONS):
         offset = tl.sum(offsets[j // (POSITIONS // GROUPS)], 0)
-        y = o[j] * (65536.0 / 4 ** (j % 5))  # 2^24 of the denormals, 256 of the probabilities
+        y = o[j] * (16777216.0 / 4 ** (j % 5))  # 2^24 of the denormals
         if PARITIES == 2:
             y = tl.where((u // U)[:, None] == (c // N)[None, :], y * share[None, :], 0.0)
             y = tl.sum(tl.sum(tl.reshape(y, (2, U, 2, N)), 2), 0)
             offset = tl.sum(tl.reshape(offset * share, (2, N)), 0)
         y = (y + offset[None, :]) * share_n[None, :]
         v = tl.arange(0, UP // PARITIES)
-        tl.store(partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :])
-    tl.store(lse + row, top + tl.log2(sum_n))
+        tl.store(
+            partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :]
+        )
+    tl.store(lse + row, top + tl.log2(sum_n) - 8.0)
 
 
 @dataclass(frozen=True)
 class DecodeTables:
     """A layer's matrices as the decode kernels read them, made once at load.
 
+    fp16 has more bits than the queries and outputs that the matrices are multiplied with.
+
     Attributes:
-        key_inverse: B_K, float32 (KV heads, D, D)
+        key_inverse: B_K, float16 (KV heads, D, D)
         key_mean: m_K, float32 (KV heads, D)
-        value_inverse_t: B_V transposed, float32 (KV heads, D, D)
+        value_inverse_t: B_V transposed, float16 (KV heads, D, D)
         value_mean: m_V, float32 (KV heads, D)
     """
 
@@ -375,9 +396,18 @@ class DecodeTables:
 
     @classmethod
     def of(cls, key: Transform, value: Transform) -> "DecodeTables":
-        return cls(
-            key.inverse.contiguous(), key.mean.contiguous(), value.inverse.mT.contiguous(), value.mean.contiguous()
-        )
+        """Tables for a layer's transforms.
+
+        Raises:
+            ConfigError: rows so large that fp16 does not have them.
+        """
+        tables = cls(
+            key.inverse.half().contiguous(), key.mean.contiguous(), value.inverse.mT.half().contiguous(),
+            value.mean.contiguous(),
+        )  # fmt: skip
+        if not (tables.key_inverse.isfinite().all() and tables.value_inverse_t.isfinite().all()):
+            raise ConfigError("a transform's inverse is too large for fp16; calibrate again")
+        return tables
 
 
 def column_tiles(q_len: int, ratio: int) -> tuple[int, int]:
@@ -433,7 +463,7 @@ class DecodeWorkspace:
             folded=torch.empty(max_seqs * columns * layout.head_size, dtype=torch.float16, device=device),
             sums=floats(max_seqs * columns * (layout.groups + 2)),
             copies=torch.empty(
-                max_seqs * kv_heads * copies_capacity(contract, max_q_len), dtype=torch.int32, device=device
+                max_seqs * kv_heads * copies_capacity(contract, layout, max_q_len), dtype=torch.int32, device=device
             ),
             partial=torch.empty(partials * layout.head_size, dtype=torch.float16, device=device),
             lse=floats(partials),
@@ -474,7 +504,7 @@ def decode_attention(
     """
     heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
     n, tiles = column_tiles(q_len, ratio)
-    capacity = copies_capacity(table.contract, q_len)
+    capacity = copies_capacity(table.contract, layout, q_len)
     if workspace.copies.numel() < seq_lens.shape[0] * heads * capacity:
         raise ConfigError(f"the decode workspace was allocated for a smaller contract than {table.contract}")
     words = pages[..., : layout.head_bytes].view(torch.int32)
@@ -491,9 +521,9 @@ def decode_attention(
         D=layout.head_size, U=layout.units, UP=triton.next_power_of_2(parities * layout.units), PARITIES=parities,
         GROUPS=layout.groups, P=layout.block_size, VALUE=layout.value_codes_offset, META=layout.meta_offset,
         SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
-        SINKS=sink_capacity(table.contract), WINDOW=table.contract.window, CAPACITY=capacity,
-        T=TILE, G=granule(layout.head_size), COLUMNS=FIELDS.value, STAGES=_STAGES, COPY_STAGES=_COPY_STAGES,
-        num_warps=1,
+        SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
+        T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
+        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, num_warps=1,
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out

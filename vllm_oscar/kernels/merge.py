@@ -19,9 +19,10 @@ _SMALL = 512  # (sequence, column tile) pairs up to which channels are sliced
 def _merge(
     partial, lse, first, inverse, mean, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
-    D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """SEQS sequences, BLOCK of their segments at a time, ROWS channels of the output."""
+    """SEQS sequences, COLUMNS columns of the tile, BLOCK segments at a time, ROWS channels of the output."""
     place = tl.program_id(0)
     head, tile = place // TILES, place % TILES
     e = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -31,17 +32,18 @@ def _merge(
     centre = tl.load(mean + head * D + e, mask=e < D, other=0.0)
 
     # a row is (which segment of a block, sequence, column); each keeps its own maximum until the end
-    row = tl.arange(0, BLOCK * SEQS * N)
-    ahead = row // (SEQS * N)
-    seq = tl.program_id(1) * SEQS + row // N % SEQS
-    column = row % N
+    C: tl.constexpr = SEQS * COLUMNS
+    row = tl.arange(0, BLOCK * C)
+    ahead = row // C
+    seq = tl.program_id(1) * SEQS + row // COLUMNS % SEQS
+    column = row % COLUMNS
     begin = tl.load(first + seq, mask=seq < seqs, other=0)
     count = tl.load(first + seq + 1, mask=seq < seqs, other=0) - begin
     count = tl.where(tile * N + column < Q_LEN * RATIO, count, 0)
-    m = tl.full([BLOCK * SEQS * N], -1e30, tl.float32)
-    total = tl.zeros([BLOCK * SEQS * N], tl.float32)
-    acc = tl.zeros([BLOCK * SEQS * N, DP], tl.float32)
-    for start in tl.range(0, tl.max(count, 0), BLOCK, num_stages=4):
+    m = tl.full([BLOCK * C], -1e30, tl.float32)
+    total = tl.zeros([BLOCK * C], tl.float32)
+    acc = tl.zeros([BLOCK * C, DP], tl.float32)
+    for start in tl.range(0, tl.max(count, 0), BLOCK, num_stages=3):
         kept = start + ahead < count
         at = ((begin + start + ahead).to(tl.int64) * (HEADS * TILES) + place) * N + column
         logs = tl.load(lse + at, mask=kept, other=-1e30)
@@ -53,19 +55,20 @@ def _merge(
         total = total * decay + weight
         acc = acc * decay[:, None] + part.to(tl.float32) * weight[:, None]
 
-    C: tl.constexpr = SEQS * N
-    if BLOCK > 1:
-        top = tl.max(tl.reshape(m, (BLOCK, C)), 0)
-        weight = tl.exp2(tl.reshape(m, (BLOCK, C)) - top[None, :])
-        total = tl.sum(tl.reshape(total, (BLOCK, C)) * weight, 0)
-        acc *= tl.reshape(weight, (BLOCK * C,))[:, None]
-        acc = tl.sum(tl.reshape(acc, (BLOCK, C, DP)), 0)
-    y = acc / tl.maximum(total, 1e-30)[:, None]
+    top = tl.max(tl.reshape(m, (BLOCK, C)), 0)
+    weight = tl.exp2(tl.reshape(m, (BLOCK, C)) - top[None, :])
+    total = tl.sum(tl.reshape(total, (BLOCK, C)) * weight, 0)
+    weight /= tl.maximum(total, 1e-30)[None, :]
+    acc *= tl.reshape(weight, (BLOCK * C,))[:, None]
+    # the product wants eight columns; of fewer it gets several shares, which are added afterwards
+    K: tl.constexpr = 8 // C if C < 8 else 1
+    y = tl.sum(tl.reshape(acc, (BLOCK // K, K * C, DP)), 0)
+    x = tl.dot(b, tl.trans(y.to(tl.float16)))
+    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) + centre[:, None]
 
-    x = tl.dot(b, tl.trans(y)) + centre[:, None]
     column = tl.arange(0, C)
-    seq = tl.program_id(1) * SEQS + column // N
-    pair = tile * N + column % N
+    seq = tl.program_id(1) * SEQS + column // COLUMNS
+    pair = tile * N + column % COLUMNS
     token = (seq * Q_LEN + pair // RATIO).to(tl.int64)
     target = out + token * stride_token + (head * RATIO + pair % RATIO) * stride_head
     kept = (seq < seqs) & (pair < Q_LEN * RATIO)
@@ -87,7 +90,7 @@ def merge_segments(
     Args:
         partial: float16 (segments, KV heads, tiles, N, D), normalised
         lse: float32 (segments, KV heads, tiles, N), log2 of the sum of exp2
-        inverse_t: B_V transposed, float32 (KV heads, D, D), contiguous
+        inverse_t: B_V transposed, float16 (KV heads, D, D), contiguous
         mean: m_V, float32 (KV heads, D)
         out: BF16 or FP16 (sequences * q_len, query heads, D)
     """
@@ -95,13 +98,18 @@ def merge_segments(
     n, tiles = tile
     seqs = segments.first.shape[0] - 1
     padded = triton.next_power_of_2(head_size)
-    if seqs * heads * tiles <= _SMALL:
-        share, rows = 1, 32
-        block = min(8, triton.next_power_of_2(segments.table.shape[0] // seqs), 8192 // (n * padded))
-    else:
-        share, rows, block = 4, min(128, padded), 1
+    columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
+    pairs = seqs * heads * tiles
+    share = 1 if pairs <= _SMALL else 4
+    rows = min(32 if pairs <= 64 else 64 if pairs <= 256 else 128, padded)
+    width = share * columns
+    # few segments at a time: adding up the rows of a block at the end costs more than some rounds of the loop,
+    # unless a single sequence has all the segments
+    block, warps = (32, 16) if pairs <= 8 else (4, 4)
+    block = min(block, triton.next_power_of_2(segments.table.shape[0] // seqs), 16384 // (width * padded))
+    block = max(block, 8 // width, 1)
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
         partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
-        HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n,
-        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, num_warps=4,
+        HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
+        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, num_warps=warps,
     )  # fmt: skip

@@ -5,8 +5,8 @@ Columns of a KV head are its (query, head) pairs, query-major, in tiles of N. Fo
 
     folded  fp16 (D, N)             q B_K' * 2^k / 4^(j mod 5), channel d = u + (D/8) j; 2^k brings the largest
                                     magnitude of the tile to [2^13, 2^14)
-    sums    fp32 (1 + N (groups+1)) what turns a score of codes into a logit in units of log 2; then per group the
-                                    sum of q B_K', times that of the softmax; then a q . m_K (soft cap only)
+    sums    fp32 (1 + N (groups+1)) the factor that turns scores of codes into logits in units of log 2; then per
+                                    group the sum of q B_K' over that factor; then a q . m_K (soft cap only)
 
 and for each sequence and KV head
 
@@ -19,22 +19,22 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
-from vllm_oscar.kernels.segments import TILE
+from vllm_oscar.kernels.segments import tile_tokens
 from vllm_oscar.kernels.unpack import POSITIONS, weight_exponent
 from vllm_oscar.page_layout import PageLayout
 
 _CHUNK = 32  # channels of the query that one step of the product takes
-_TOKENS = 128  # that one program looks for copies of
 
 
-def sink_capacity(contract: HotContract) -> int:
+def sink_capacity(contract: HotContract, layout: PageLayout) -> int:
     """Entries of `copies` for sinks."""
-    return triton.cdiv(contract.sink, TILE) * TILE
+    tile = tile_tokens(layout.head_size)
+    return triton.cdiv(contract.sink, tile) * tile
 
 
-def copies_capacity(contract: HotContract, q_len: int) -> int:
+def copies_capacity(contract: HotContract, layout: PageLayout, q_len: int) -> int:
     """Entries of `copies` of one sequence and KV head."""
-    return sink_capacity(contract) + contract.window + q_len + TILE
+    return sink_capacity(contract, layout) + contract.window + q_len + tile_tokens(layout.head_size)
 
 
 @triton.jit
@@ -62,15 +62,14 @@ def _fold(
     constant = tl.zeros([SEQS * N], tl.float32)
     for start in range(0, D, CHUNK):
         d = start + tl.arange(0, CHUNK)
-        q = tl.load(row[None, :] + d[:, None], mask=used[None, :] & (d < D)[:, None], other=0.0).to(tl.float32)
+        q = tl.load(row[None, :] + d[:, None], mask=used[None, :] & (d < D)[:, None], other=0.0).to(tl.float16)
         inside = (e < D)[:, None] & (d < D)[None, :]
         b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=inside, other=0.0)
         acc = tl.dot(b, q, acc)
         if CONSTANT:
             m = tl.load(mean + head * D + d, mask=d < D, other=0.0)
-            constant += tl.sum(q * m[:, None], 0)
+            constant += tl.sum(q.to(tl.float32) * m[:, None], 0)
 
-    log_scale = scale * 1.4426950408889634
     largest = tl.max(tl.max(tl.reshape(tl.abs(acc), (DP, SEQS, N)), 2), 0)
     largest = tl.maximum(largest, 1e-20)
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^floor(log2)
@@ -84,11 +83,13 @@ def _fold(
     size: tl.constexpr = 1 + N * (GROUPS + 1)
     each = first + tl.arange(0, SEQS)
     # codes come as code * 4^i * 2^-24, queries as q * 8192/power / 4^i
-    tl.store(sums + ((each * HEADS + head) * TILES + tile) * size, power * (2048.0 * log_scale), mask=each < seqs)
+    log_scale = scale * 1.4426950408889634
+    factor = power * (2048.0 * log_scale)
+    tl.store(sums + ((each * HEADS + head) * TILES + tile) * size, factor, mask=each < seqs)
     sums += place * size + 1 + column % N
     for g in tl.static_range(GROUPS):
         total = tl.sum(tl.where((e // (D // GROUPS) == g)[:, None], acc, 0.0), 0)
-        tl.store(sums + g * N, total * log_scale, mask=seq < seqs)
+        tl.store(sums + g * N, total * per_column * 5.9604644775390625e-08, mask=seq < seqs)  # log_scale / factor
     if CONSTANT:
         tl.store(sums + GROUPS * N, constant * log_scale, mask=seq < seqs)
 
@@ -169,7 +170,7 @@ def prepare(
 
     Args:
         query: BF16 or FP16 (sequences * q_len, query heads, D), after RoPE
-        inverse: B_K, float32 (KV heads, D, D), contiguous
+        inverse: B_K, float16 (KV heads, D, D), contiguous
         mean: m_K, float32 (KV heads, D)
         tile: (N, tiles), see `column_tiles`
         constant: whether a q . m_K is needed
@@ -178,9 +179,10 @@ def prepare(
     heads, seqs = pages.shape[1], seq_lens.shape[0]
     n, tiles = tile
     # every folding program reads a head's whole matrix: large batches share it
-    share = 1 if seqs * heads * tiles <= 512 else 64 // n
-    capacity = copies_capacity(table.contract, q_len)
-    programs = triton.cdiv(seqs, share) * tiles + seqs * triton.cdiv(capacity, _TOKENS)
+    large = seqs * heads * tiles > 512
+    share, tokens = (4, 512) if large else (1, 128)
+    capacity = copies_capacity(table.contract, layout, q_len)
+    programs = triton.cdiv(seqs, share) * tiles + seqs * triton.cdiv(capacity, tokens)
     _prepare[(programs, heads)](
         query, inverse, mean, folded, sums, seqs, scale, query.stride(0), query.stride(1),
         pages, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, copies,
@@ -188,6 +190,6 @@ def prepare(
         HEADS=heads, RATIO=query.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n,
         D=layout.head_size, DP=triton.next_power_of_2(layout.head_size), GROUPS=layout.groups, SEQS=share,
         CONSTANT=constant, CHUNK=_CHUNK, P=layout.block_size, META=layout.meta_offset,
-        SINKS=sink_capacity(table.contract), WINDOW=table.contract.window, CAPACITY=capacity, T=TILE, TOKENS=_TOKENS,
-        num_warps=4,
+        SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
+        T=tile_tokens(layout.head_size), TOKENS=tokens, num_warps=4,
     )  # fmt: skip

@@ -17,11 +17,15 @@ import triton
 import triton.language as tl
 
 PROGRAMS_PER_SM = 8
-TILE = 64  # tokens of a plain tile
 FIELDS: tl.constexpr = tl.constexpr(5)  # sequence, lo, fast_lo, fast_hi, hi
 _MIN_COST = 4  # tiles; smaller segments cost more in the merge than they gain
 _GRANULE_COST = 2  # of a granule with BF16 copies, in plain tiles
 _ROWS = 32  # table rows that one program writes
+
+
+def tile_tokens(head_size: int) -> int:
+    """Tokens of a plain tile."""
+    return 128 if head_size == 64 else 64
 
 
 def granule(head_size: int) -> int:
@@ -166,6 +170,6 @@ def build_segments(
     seqs, rows = seq_lens.shape[0], out.table.shape[0]
     _build[(triton.cdiv(rows, _ROWS),)](
         seq_lens, limits, out.table, out.first, seqs, rows, q_len, sliding_window or 0,
-        T=TILE, GRANULE=granule(head_size), WEIGHT=_GRANULE_COST, MIN_COST=_MIN_COST,
+        T=tile_tokens(head_size), GRANULE=granule(head_size), WEIGHT=_GRANULE_COST, MIN_COST=_MIN_COST,
         B=triton.next_power_of_2(seqs), R=_ROWS, COLUMNS=FIELDS.value, num_warps=4,
     )  # fmt: skip

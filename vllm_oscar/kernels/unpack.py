@@ -1,4 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: RET505  (Triton compiles what follows a return as well)
 """Two bits of a 16-bit unit as an fp16 number, in one AND.
 
 `unit & (3 << 2i)` read as fp16 is the denormal code * 4^i * 2^-24: exact, and tensor cores take it at full speed.
