@@ -190,8 +190,11 @@ class World:
                 places, position, torch.full((n,), request.tokens), torch.full((n,), request.after),
                 torch.full((n,), n <= self.threshold),
             )  # fmt: skip
-            for place, hot in zip(places.tolist(), mapping.tolist(), strict=True):
+            sink, window = self.table.limits.tolist()
+            for j, place, hot in zip(position.tolist(), places.tolist(), mapping.tolist(), strict=True):
                 uid = self.write_page(place // P, place % P)
+                named = j < sink or j >= request.after + 1 - window or n <= self.threshold
+                assert (hot >= 0) == (named and int(self.table.slot_of_block[place // P]) >= 0)
                 if hot >= 0:
                     slot, offset = divmod(hot, P)
                     assert int(self.table.slot_of_block[place // P]) == slot
@@ -415,6 +418,20 @@ def test_pages_and_pool_full_of_ones_hold_no_copy_of_a_written_token() -> None:
     assert not rows.hot.any()
     wanted = from_bits(list(range(6, 26)), torch.float16)
     assert torch.equal(rows.key, wanted[:, None, None].expand_as(rows.key))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_slot_is_proven_by_all_words_of_any_token(groups: int) -> None:
+    layout = PageLayout(64, P, 64 // groups)
+    table = SlotTable.empty(HotContract(16, 32, P), 6, 3, CPU)
+    pool = HotPool.allocate(layout, 3, HEADS, torch.bfloat16, CPU)
+    words = torch.arange(6 * HEADS * P * 2 * groups, dtype=torch.int32).view(6, HEADS, P, 2 * groups)
+    for slot, block in enumerate((4, 2, 5)):
+        table.block_of_slot[slot], table.slot_of_block[block] = block, slot
+    pool.words[0, 0, 9] = words[4, 0, 9]  # one token of sixteen
+    pool.words[1, :, :, :-1] = words[2, :, :, :-1]  # all tokens, all words but the last
+    pool.words[2, 0, 3] = words[5, 0, 4]  # another token's words
+    assert pool.proven_slots(words, table).tolist() == [True, False, False]
 
 
 @pytest.mark.parametrize(("sink", "window"), [(-1, 5), (0, 0)])
