@@ -86,10 +86,9 @@ def check(case: Case, device: torch.device) -> str:
 
 def gpu_cases() -> list[Case]:
     """What verify_gpu runs."""
-    real = {"sink": 64, "window": 256}
     step = ((4099, 1), (1000, 700), (0, 333), (2600, 129), (15, 16))
     cases = [
-        Case(d, g, p, step, 2, ratio, 4096, 1, dtype=dtype, order="head-major", **real)
+        Case(d, g, p, step, 2, ratio, 4096, 1, 64, 256, dtype=dtype, order="head-major")
         for d, g, p, ratio, dtype in (
             (64, 0, 16, 1, torch.bfloat16),
             (64, 32, 16, 16, torch.float16),
@@ -103,8 +102,8 @@ def gpu_cases() -> list[Case]:
         )
     ]
     cases += [
-        Case(requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=3, **real),
-        Case(requests=((5000, 700), (10, 20)), capacity=4096, soft_cap=20.0, sliding_window=700, **real),
-        Case(head_size=64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, **real),
+        Case(requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=3, sink=64, window=256),
+        Case(requests=((5000, 700), (10, 20)), capacity=4096, soft_cap=20.0, sliding_window=700),
+        Case(head_size=64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, sink=64, window=256),
     ]
     return cases

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.synthetic import strided_pages, transform
-from vllm_oscar.cache_layer import CacheLayer, RowCodec
+from vllm_oscar.cache_layer import RowCodec
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
-from vllm_oscar.kernels.encode_metric import MetricTables, ReencodeTable, encode_written, reencode, workspace
+from vllm_oscar.kernels.encode_metric import BATCH, MetricTables, ReencodeTable, encode_written, reencode, workspace
 from vllm_oscar.kernels.write import WriteTables, write
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout, unpack
 from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, Metric, decode
@@ -40,7 +40,8 @@ class Case:
 
 def a_metric(case: Case, generator: torch.Generator) -> Metric:
     d, device = case.head_size, generator.device
-    a = torch.randn(case.heads, d, d, generator=generator, device=device) * torch.linspace(2, 0.3, d, device=device)[:, None]
+    a = torch.randn(case.heads, d, d, generator=generator, device=device)
+    a *= torch.linspace(2, 0.3, d, device=device)[:, None]
     return Metric.of(a.mT @ a / d + 0.05 * torch.eye(d, device=device))
 
 
@@ -114,7 +115,8 @@ def check(case: Case, device: torch.device) -> str:
     there = slot_mapping >= 0
     at, off = slot_mapping[there] // p, slot_mapping[there] % p
     slot, slot_off = hot[there] // p, hot[there] % p
-    assert torch.equal(pool.words[slot, :, slot_off], page_words(views.meta[at])[torch.arange(len(at), device=device), :, off])
+    proof = page_words(views.meta[at])[torch.arange(len(at), device=device), :, off]
+    assert torch.equal(pool.words[slot, :, slot_off], proof)
     assert torch.equal(pages[0], untouched[0])
     assert torch.equal(pages[-1], untouched[-1])
     worst = 0.0
@@ -155,7 +157,7 @@ def check(case: Case, device: torch.device) -> str:
 def _reencode_all(
     case: Case, pages: torch.Tensor, pool: HotPool, metric: MetricTables, scratch: torch.Tensor
 ) -> None:
-    """Decode steps whose window begins anywhere in the request, so that all its tokens leave it; the case is layer 1."""
+    """Decode steps in which layer 1, the case's, is due, until all tokens have left the window."""
     n, device = case.tokens, pages.device
     table = SlotTable.empty(HotContract(0, 1, case.block_size), pages.shape[0], pool.rows.shape[0], device)
     table.slot_of_block[:-1] = torch.arange(pages.shape[0] - 1, -1, -1, device=device)
@@ -167,8 +169,8 @@ def _reencode_all(
     block_table = torch.arange(1, pages.shape[0], dtype=torch.int32, device=device)[None]
     seq_lens = torch.tensor([n + 1], dtype=torch.int32, device=device)
     query_start_loc = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    for window in range(1, n + 33):
-        table.limits[1] = window
+    for first in (2, *range(1 - BATCH, n, BATCH)):  # where the window begins; at 2 another layer is due
+        table.limits[1] = n + 1 - first
         reencode(layers, case.layout, table, block_table, seq_lens, query_start_loc, 1, scratch)
 
 
@@ -183,5 +185,7 @@ def gpu_cases() -> list[Case]:
     ]
     cases += [Case(d, 0, 64, n, 2, "minmax", False, dtype) for d, n, dtype in ((64, 33, both[0]), (128, 200, both[1]))]
     cases += [Case(128, 0, 16, n, 8, "metric", False, both[0]) for n in (1, 15, 2048)]
-    cases += [Case(d, g, 16, 100, 3, "metric", True, both[0]) for d, g in ((64, 0), (64, 32), (128, 0), (80, 0), (256, 0))]
+    sizes = (64, 0), (64, 32), (128, 0), (80, 0), (256, 0)
+    cases += [Case(d, g, 16, 100, 3, "metric", True, both[0]) for d, g in sizes]
+    cases += [Case(128, 0, 16, 100, 8, "ls", False, dtype) for dtype in both]
     return cases

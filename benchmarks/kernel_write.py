@@ -27,36 +27,37 @@ DEVICE = torch.device("cuda")
 Row = dict[str, object]
 
 
-def writing(head_size: int, heads: int = 8, encoders: tuple[str, ...] = ("ls", "metric")) -> Iterator[Row]:
-    """write, and write + encode_written, with all tokens hot."""
-    for encoder in encoders:
-        case = Case(head_size, heads=heads, encoder=encoder, dtype=torch.bfloat16)
-        generator = torch.Generator(device=DEVICE).manual_seed(0)
-        codecs = codec(case, KEY, generator), codec(case, VALUE, generator)
-        layout = case.layout
-        write_tables = tables(codecs, case.dtype)
-        metric = MetricTables.of(codecs[0].metric, layout) if codecs[0].metric is not None else None
-        scratch, saturated = workspace(layout, DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        for tokens in (1, 8, 64, 512, 2048, 8192):
-            copies = 1 + min(15, (128 << 20) // (tokens * heads * head_size * 8))
-            blocks = tokens // 16 + 2
-            calls: list[Callable[[], None]] = []
-            for _ in range(copies):
-                fused = torch.randn(tokens, 6 * heads, head_size, device=DEVICE, dtype=case.dtype, generator=generator)
-                _, key, value = fused.split([4 * heads, heads, heads], 1)
-                pages = torch.zeros((blocks, heads, layout.head_bytes), dtype=torch.uint8, device=DEVICE)
-                pool = HotPool.allocate(layout, 32, heads, case.dtype, DEVICE)
-                places = torch.arange(tokens, device=DEVICE)
-                hot = torch.where(places >= tokens - 256, places % 512, -1)
-                y = torch.empty((tokens, heads, head_size), dtype=case.dtype, device=DEVICE) if metric else None
+def writing(head_size: int, encoder: str, heads: int = 8) -> Iterator[Row]:
+    """write, and with the metric encoder encode_written; the last 256 tokens are hot."""
+    case = Case(head_size, heads=heads, encoder=encoder, dtype=torch.bfloat16)
+    generator = torch.Generator(device=DEVICE).manual_seed(0)
+    codecs = codec(case, KEY, generator), codec(case, VALUE, generator)
+    layout = case.layout
+    write_tables = tables(codecs, case.dtype)
+    metric = MetricTables.of(codecs[0].metric, layout) if codecs[0].metric is not None else None
+    scratch, saturated = workspace(layout, DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
 
-                def call(key=key, value=value, pages=pages, pool=pool, places=places, hot=hot, y=y) -> None:
-                    write(key, value, pages, layout, pool, places, hot, write_tables, saturated, y)
-                    if metric is not None:
-                        encode_written(y, pages, layout, pool, places, hot, metric, 1.05, scratch, saturated)
+    def one(tokens: int) -> Callable[[], None]:
+        fused = torch.randn(tokens, 6 * heads, head_size, device=DEVICE, dtype=case.dtype, generator=generator)
+        _, key, value = fused.split([4 * heads, heads, heads], 1)
+        pages = torch.zeros((tokens // 16 + 2, heads, layout.head_bytes), dtype=torch.uint8, device=DEVICE)
+        pool = HotPool.allocate(layout, 32, heads, case.dtype, DEVICE)
+        places = torch.arange(tokens, device=DEVICE)
+        hot = torch.where(places >= tokens - 256, places % 512, -1)
+        y = torch.empty((tokens, heads, head_size), dtype=case.dtype, device=DEVICE)
 
-                calls.append(call)
-            yield {"what": f"write {encoder}", "shape": f"D{head_size} H{heads} T{tokens}", "us": graph_time(calls)}
+        def call() -> None:
+            later = None if metric is None else y
+            write(key, value, pages, layout, pool, places, hot, write_tables, saturated, later)
+            if metric is not None:
+                encode_written(y, pages, layout, pool, places, hot, metric, 1.05, scratch, saturated)
+
+        return call
+
+    for tokens in (1, 8, 64, 512, 2048, 8192):
+        copies = 1 + min(15, (128 << 20) // (tokens * heads * head_size * 8))
+        shape = f"D{head_size} H{heads} T{tokens}"
+        yield {"what": f"write {encoder}", "shape": shape, "us": graph_time([one(tokens) for _ in range(copies)])}
 
 
 def reencoding(requests: int, head_size: int = 128, heads: int = 8, layers: int = 36) -> Iterator[Row]:
@@ -171,9 +172,9 @@ def prefilling(head_size: int, history: int, chunk: int = 2048, heads: int = 8, 
 
 
 def rows() -> Iterator[Row]:
-    yield from writing(128)
-    yield from writing(64)
-    yield from writing(256, 4, ("metric",))
+    for head_size in (128, 64):
+        for encoder in ("ls", "metric"):
+            yield from writing(head_size, encoder)
     yield from reencoding(8)
     yield from reencoding(64)
     for history in (0, 14336, 30720):

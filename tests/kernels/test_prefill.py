@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from benchmarks.cases_prefill import Case, check
 
+from benchmarks.cases_prefill import Case, check
 from vllm_oscar.kernels.history import plan
 
 pytestmark = pytest.mark.kernels

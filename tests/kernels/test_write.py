@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from benchmarks.cases_write import Case, check
 
 pytestmark = pytest.mark.kernels

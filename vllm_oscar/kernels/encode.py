@@ -2,7 +2,7 @@
 """The row encoders of vllm_oscar.quantizer as Triton functions over a tile of rows.
 
 A row of D channels is held as 8 x UNITS padded to a power of two: element j * UNITS_PAD + u is channel
-j * UNITS + u, which the page keeps at bits 2j of unit u. Padding is zero in rows and codes.
+j * UNITS + u, which the page keeps at bits 2j of unit u. Padding is zero in rows and codes; `real` says what is none.
 """
 
 import triton
@@ -56,35 +56,47 @@ def reciprocal(scale):
 
 
 @triton.jit
-def nearest(y, scale, offset, real):
-    return tl.where(real, to_nearest((y - offset) * reciprocal(scale)), 0.0)
+def masked(x, real, padding, SIZE: tl.constexpr):
+    """x (n, groups, padded) with its padding, if there is any, replaced."""
+    if x.shape[2] == SIZE:
+        return x
+    return tl.where(real, x, padding)
 
 
 @triton.jit
-def least_squares(y, real, SIZE: tl.constexpr):
-    """Grouped rows (n, groups, padded) of SIZE channels a group -> scale, offset, mean, each (n, groups, 1)."""
-    mean = tl.sum(y, 2, keep_dims=True) / SIZE
-    deviation = tl.where(real, y - mean, 0.0)
-    scale = _STEP_OVER_STD * tl.sqrt(tl.sum(deviation * deviation, 2, keep_dims=True) / SIZE)
-    offset = mean - 1.5 * scale
-    for _ in tl.static_range(_LS_REFITS):
-        codes = nearest(y, scale, offset, real)
-        code_mean = tl.sum(codes, 2, keep_dims=True) / SIZE
-        spread = tl.where(real, codes - code_mean, 0.0)
-        energy = tl.sum(spread * spread, 2, keep_dims=True)
-        fitted = tl.sum(spread * y, 2, keep_dims=True) / tl.maximum(energy, 1e-6)
-        scale = tl.where((energy > 1e-6) & (fitted > 0), fitted, scale)
-        offset = mean - scale * code_mean
-    return scale, offset, mean
+def nearest(y, scale, offset, real, SIZE: tl.constexpr):
+    return masked(to_nearest((y - offset) * reciprocal(scale)), real, 0.0, SIZE)
 
 
 @triton.jit
 def encode_ls(y, real, SIZE: tl.constexpr):
-    """Grouped rows -> codes, scale, offset, mean before the gain."""
-    scale, offset, mean = least_squares(y, real, SIZE)
+    """Grouped rows (n, groups, padded) of SIZE channels a group -> codes, scale, offset, mean before the gain.
+
+    Offsets are relative to the mean while they are fitted: then all sums of a refit are independent of one another.
+    """
+    mean = tl.sum(y, 2, keep_dims=True) / SIZE
+    deviation = masked(y - mean, real, 0.0, SIZE)
+    scale = _STEP_OVER_STD * tl.sqrt(tl.sum(deviation * deviation, 2, keep_dims=True) / SIZE)
+    offset = -1.5 * scale
+    for _ in tl.static_range(_LS_REFITS):
+        codes = nearest(deviation, scale, offset, real, SIZE)
+        total = tl.sum(codes, 2, keep_dims=True)
+        squares = tl.sum(codes * codes, 2, keep_dims=True)
+        with_rows = tl.sum(codes * deviation, 2, keep_dims=True)
+        scale, offset = refitted(total, squares, with_rows, scale, SIZE)
     scale = half(tl.minimum(scale, _FP16_MAX))
-    offset = half(tl.minimum(tl.maximum(offset, -_FP16_MAX), _FP16_MAX))
-    return nearest(y, scale, offset, real), scale, offset, mean
+    offset = half(tl.minimum(tl.maximum(mean + offset, -_FP16_MAX), _FP16_MAX))
+    return nearest(deviation, scale, offset - mean, real, SIZE), scale, offset, mean
+
+
+@triton.jit
+def refitted(total, squares, with_rows, scale, SIZE: tl.constexpr):
+    """Least-squares scale, and offset relative to the mean, from sums of codes, codes^2 and codes * deviations."""
+    code_mean = total / SIZE
+    energy = squares - total * code_mean  # of codes about their mean: 0, or about 1 and more
+    fitted = with_rows / tl.maximum(energy, 0.5)
+    scale = tl.where((energy > 0.5) & (fitted > 0), fitted, scale)
+    return scale, -scale * code_mean
 
 
 @triton.jit
@@ -92,16 +104,16 @@ def encode_minmax(y, real, kept, SIZE: tl.constexpr):
     """The reference's clip and min-max. `kept`: rank, 0-based, of the head row's magnitude that it clamps to."""
     n: tl.constexpr = y.shape[0]
     width: tl.constexpr = y.shape[1] * y.shape[2]
-    magnitude = tl.reshape(tl.where(real, tl.abs(y), -1.0), (n, width))  # padding sorts to the front
+    magnitude = tl.reshape(masked(tl.abs(y), real, -1.0, SIZE), (n, width))  # padding sorts to the front
     order = tl.sort(magnitude, 1)
     rank = tl.arange(0, width) == kept + (width - y.shape[1] * SIZE)
     bound = tl.sum(tl.where(rank[None, :], order, 0.0), 1)[:, None, None]
     y = tl.minimum(tl.maximum(y, -bound), bound)
-    low = tl.min(tl.where(real, y, float("inf")), 2, keep_dims=True)
-    high = tl.max(tl.where(real, y, float("-inf")), 2, keep_dims=True)
+    low = tl.min(masked(y, real, float("inf"), SIZE), 2, keep_dims=True)
+    high = tl.max(masked(y, real, float("-inf"), SIZE), 2, keep_dims=True)
     scale = half((high - low) / 3)
     offset = half(low)
-    return nearest(y, scale, offset, real), scale, offset, tl.sum(y, 2, keep_dims=True) / SIZE
+    return nearest(y, scale, offset, real, SIZE), scale, offset, tl.sum(y, 2, keep_dims=True) / SIZE
 
 
 @triton.jit

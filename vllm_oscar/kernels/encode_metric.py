@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,var-annotated,unreachable"
 """The metric encoder for keys: rounding with compensation and coordinate descent, 32 rows to a one-warp program.
 
 Two uses. `encode_written` follows the write kernel in a prefill and encodes what it transformed. `reencode` runs once
@@ -22,6 +22,7 @@ from vllm_oscar.hot_pool import HotPool, SlotTable
 from vllm_oscar.kernels.encode import (
     finish,
     reciprocal,
+    refitted,
     sanitised,
     store_rows,
     to_nearest,
@@ -125,7 +126,7 @@ def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.const
         deviation = tl.load(row + _place(first, CHUNK)) - _group(mean, g, group)[None, :]
         energy = _added(energy, g, group, tl.sum(deviation * deviation, 0))
     scale = _STEP_OVER_STD * tl.sqrt(energy / SIZE)
-    offset = mean - 1.5 * scale
+    offset = -1.5 * scale  # relative to the mean
     for _ in tl.range(0, _LS_REFITS, num_stages=1):
         total = tl.zeros([GROUPS, ROWS], tl.float32)
         squares = tl.zeros([GROUPS, ROWS], tl.float32)
@@ -133,17 +134,13 @@ def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.const
         inverse = reciprocal(scale)
         for first in tl.range(0, D, CHUNK, num_stages=1):
             group = first // SIZE
-            y = tl.load(row + _place(first, CHUNK))
-            code = to_nearest((y - _group(offset, g, group)[None, :]) * _group(inverse, g, group)[None, :])
+            deviation = tl.load(row + _place(first, CHUNK)) - _group(mean, g, group)[None, :]
+            code = to_nearest((deviation - _group(offset, g, group)[None, :]) * _group(inverse, g, group)[None, :])
             total = _added(total, g, group, tl.sum(code, 0))
             squares = _added(squares, g, group, tl.sum(code * code, 0))
-            with_rows = _added(with_rows, g, group, tl.sum(code * (y - _group(mean, g, group)[None, :]), 0))
-        code_mean = total / SIZE
-        energy = squares - total * code_mean
-        fitted = with_rows / tl.maximum(energy, 1e-6)
-        scale = tl.where((energy > 1e-6) & (fitted > 0), fitted, scale)
-        offset = mean - scale * code_mean
-    return scale, offset
+            with_rows = _added(with_rows, g, group, tl.sum(code * deviation, 0))
+        scale, offset = refitted(total, squares, with_rows, scale, SIZE)
+    return scale, mean + offset
 
 
 @triton.jit

@@ -105,9 +105,8 @@ def _attention(
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]
     tl.store(out + token[:, None] * out_token + h * out_head + d[None, :], acc.to(out.dtype.element_ty), mask=valid)
-    tl.store(
-        lse + h * lse_head + token, tl.where(some, (m + tl.log2(tl.where(some, total, 1.0))) / _LOG2E, float("-inf")), mask=i < q_len
-    )  # fmt: skip
+    log = tl.where(some, (m + tl.log2(tl.where(some, total, 1.0))) / _LOG2E, float("-inf"))
+    tl.store(lse + h * lse_head + token, log, mask=i < q_len)
 
 
 def attention(
@@ -162,7 +161,7 @@ def _merge(
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: torch.Tensor) -> None:
-    """Attention over two disjoint sets of keys -> over both, in place on out (tokens, heads, D) and lse (heads, tokens)."""
+    """Two disjoint sets of keys -> both, in place on out (tokens, heads, D) and lse (heads, tokens)."""
     tokens, heads, size = out.shape
     _merge[(tokens, heads)](
         out, lse, more, more_lse, out.stride(0), out.stride(1), more.stride(0), more.stride(1), lse.stride(0),
@@ -203,9 +202,16 @@ class PrefillWorkspace:
 
     @classmethod
     def allocate(
-        cls, capacity: int, tokens: int, query_heads: int, heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        capacity: int,
+        tokens: int,
+        query_heads: int,
+        heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "PrefillWorkspace":
-        """Args: capacity: keys of a call, at least `tokens`; tokens: most that a step has."""
+        """`capacity` keys in a call, at least `tokens`, the most that a step has."""
         return cls(
             torch.empty((2, capacity, heads, head_size), dtype=dtype, device=device),
             torch.empty((tokens, query_heads, head_size), dtype=dtype, device=device),

@@ -125,7 +125,8 @@ def _plan(
     for base in tl.range(0, total, _CANDIDATES, num_stages=1):
         i = base + tl.arange(0, _CANDIDATES)
         block, rank, sink = _candidate(
-            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
+            SINK, WINDOW, P,
         )  # fmt: skip
         wanted = rank < _FAR
         tl.atomic_min(lowest + block, rank, mask=wanted)
@@ -139,7 +140,8 @@ def _plan(
     for base in tl.range(0, total, _CANDIDATES, num_stages=1):
         i = base + tl.arange(0, _CANDIDATES)
         block, rank, sink = _candidate(
-            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
+            SINK, WINDOW, P,
         )  # fmt: skip
         distinct = (rank < _FAR) & (tl.load(first + block, cache_modifier=".cg") == i)
         rank = tl.load(lowest + block, cache_modifier=".cg")
@@ -158,7 +160,8 @@ def _plan(
     for base in tl.range(0, total, _CANDIDATES, num_stages=1):
         i = base + tl.arange(0, _CANDIDATES)
         block, rank, sink = _candidate(
-            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
+            SINK, WINDOW, P,
         )  # fmt: skip
         distinct = (rank < _FAR) & (tl.load(first + block, cache_modifier=".cg") == i)
         needed = distinct & (tl.load(lowest + block, cache_modifier=".cg") <= granted)
@@ -178,7 +181,8 @@ def _plan(
     for base in tl.range(0, total, _CANDIDATES, num_stages=1):
         i = base + tl.arange(0, _CANDIDATES)
         block, rank, sink = _candidate(
-            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold, SINK, WINDOW, P
+            i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
+            SINK, WINDOW, P,
         )  # fmt: skip
         wanted = rank < _FAR
         tl.store(lowest + block, _FAR, mask=wanted)

@@ -161,16 +161,16 @@ def _write(
 
     grouped = tl.reshape(bounded, (TOKENS, GROUPS, WIDTH // GROUPS))
     in_group = tl.reshape(real, (1, GROUPS, WIDTH // GROUPS))
-    if which == 0:
-        if KEY_KEPT is None:
-            codes, scale, offset, average = encode_ls(grouped, in_group, SIZE)
-        else:
-            codes, scale, offset, average = encode_minmax(grouped, in_group, KEY_KEPT, SIZE)
+    if KEY_KEPT is None and VALUE_KEPT is None:
+        codes, scale, offset, average = encode_ls(grouped, in_group, SIZE)
+    elif KEY_KEPT is not None and VALUE_KEPT is not None:
+        either = tl.where(which == 0, KEY_KEPT, VALUE_KEPT)
+        codes, scale, offset, average = encode_minmax(grouped, in_group, either, SIZE)
+    elif which == (0 if VALUE_KEPT is None else 1):
+        only: tl.constexpr = KEY_KEPT if VALUE_KEPT is None else VALUE_KEPT
+        codes, scale, offset, average = encode_minmax(grouped, in_group, only, SIZE)
     else:
-        if VALUE_KEPT is None:
-            codes, scale, offset, average = encode_ls(grouped, in_group, SIZE)
-        else:
-            codes, scale, offset, average = encode_minmax(grouped, in_group, VALUE_KEPT, SIZE)
+        codes, scale, offset, average = encode_ls(grouped, in_group, SIZE)
     code_mean = tl.sum(codes, 2, keep_dims=True) / SIZE
     constant, meta, over = finish(code_mean, scale, offset, average, gain, max_scale)
     codes = tl.where(constant, 0.0, codes).to(tl.int32)
