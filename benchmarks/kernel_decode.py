@@ -45,6 +45,7 @@ class Shape:
 
 def graph_time(calls: list[Callable[[], object]], rounds: int = 5) -> float:
     """Microseconds a call, median of rounds."""
+    torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for call in calls:

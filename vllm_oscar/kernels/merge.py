@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vllm_oscar.kernels.segments import Segments
 
-_SMALL = 512  # (sequence, column tile) pairs up to which channels are sliced
+_SMALL = 512  # (sequence, KV head, column tile) triples up to which every sequence has programs of its own
 
 
 @triton.jit
@@ -101,15 +101,15 @@ def merge_segments(
     columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
     pairs = seqs * heads * tiles
     share = 1 if pairs <= _SMALL else 4
-    rows = min(32 if pairs <= 64 else 64 if pairs <= 256 else 128, padded)
+    rows = min((64 if padded <= 128 else 32) if pairs <= 256 else 128, padded)
     width = share * columns
-    # few segments at a time: adding up the rows of a block at the end costs more than some rounds of the loop,
-    # unless a single sequence has all the segments
-    block, warps = (32, 16) if pairs <= 8 else (4, 4)
-    block = min(block, triton.next_power_of_2(segments.table.shape[0] // seqs), 16384 // (width * padded))
+    # few segments at a time: adding up the rows of a block at the end costs more than some rounds of the loop
+    block = min(
+        8 if pairs <= 8 else 4, triton.next_power_of_2(segments.table.shape[0] // seqs), 16384 // (width * padded)
+    )
     block = max(block, 8 // width, 1)
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
         partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
-        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, num_warps=warps,
+        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, num_warps=4,
     )  # fmt: skip
