@@ -29,9 +29,12 @@ def pretend_computed(llm: Any) -> None:
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     block_size = llm.llm_engine.vllm_config.cache_config.block_size
 
-    def get_computed_blocks(request: Any) -> tuple[Any, int]:
+    original = manager.get_computed_blocks
+
+    def get_computed_blocks(request: Any) -> tuple[Any, ...]:
         count = (request.num_tokens - 1) // block_size
-        return KVCacheBlocks((manager.block_pool.get_new_blocks(count),)), count * block_size
+        _, _, *rest = original(request)  # what else a version returns
+        return KVCacheBlocks((manager.block_pool.get_new_blocks(count),)), count * block_size, *rest
 
     manager.get_computed_blocks = get_computed_blocks
 
@@ -92,7 +95,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
     from vllm import LLM
 
-    from benchmarks.shapes import model_folder, random_sidecar
+    from benchmarks.shapes import liven, model_folder, random_sidecar
 
     folder = model_folder(args.shape, Path(args.root))
     options: dict[str, Any] = {}
@@ -113,6 +116,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         seed=0,
         **options,
     )
+    llm.apply_model(liven)
     rows: list[dict[str, Any]] = []
 
     def row(what: str, value: float, unit: str) -> None:

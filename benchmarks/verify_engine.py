@@ -75,6 +75,8 @@ def run(folder: Path, sidecar: Path, eager: bool) -> dict[str, list[list[int]]]:
     """All cases on one engine; returns their answers."""
     from vllm import LLM, SamplingParams
 
+    from benchmarks.shapes import liven
+
     errors: list[float] = []
     if eager:
         from vllm_oscar.integration.cuda import CudaImpl
@@ -95,6 +97,7 @@ def run(folder: Path, sidecar: Path, eager: bool) -> dict[str, list[list[int]]]:
         seed=0,
         additional_config={"oscar": {"sidecar": str(sidecar)}},
     )
+    llm.apply_model(liven)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     answers = {}
     for name, batch in {

@@ -173,10 +173,8 @@ class CudaImpl(OscarImpl):
         """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        super().process_weights_after_loading(act_dtype)
-        layers = self.vllm_config.compilation_config.static_forward_context
-        module = next(layer for layer in layers.values() if getattr(layer, "impl", None) is self)
+    def _load(self, name: str, module: torch.nn.Module) -> None:
+        super()._load(name, module)
         device, dtype = module._k_scale.device, self.runtime.dtype
         key, value = self.cache_layer.key, self.cache_layer.value
         self.decode_tables = DecodeTables.of(key.transform, value.transform)
@@ -200,7 +198,13 @@ class CudaImpl(OscarImpl):
         history = min(_HISTORY_ROWS, self.vllm_config.model_config.max_model_len)
         return Workspaces(
             DecodeWorkspace.allocate(
-                layout, self.num_kv_heads, self.ratio, scheduler.max_num_seqs, self.runtime.decode_threshold, device
+                layout,
+                self.num_kv_heads,
+                self.ratio,
+                scheduler.max_num_seqs,
+                self.runtime.decode_threshold,
+                device,
+                self.runtime.contract(),
             ),
             PrefillWorkspace.allocate(
                 max(tokens, history), tokens, self.num_heads, self.num_kv_heads, self.head_size, dtype, device

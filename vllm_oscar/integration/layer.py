@@ -1,16 +1,26 @@
 """The attention layer, as far as CPU and GPU share it: what vLLM hands over, what is loaded, how pages are viewed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.hot_pool import HotPool
 from vllm_oscar.integration.runtime import OscarRuntime
+
+
+@contextmanager
+def torch_defaults() -> Iterator[None]:
+    """PyTorch's own default dtype and device, which vLLM changes while it builds and loads a model."""
+    with torch.device("cpu"), set_default_torch_dtype(torch.float32):
+        yield
 
 
 class OscarImpl(AttentionImpl[Any]):
@@ -53,7 +63,8 @@ class OscarImpl(AttentionImpl[Any]):
         self.kv_cache_dtype = kv_cache_dtype
         self.target_name = kv_sharing_target_layer_name
         self.vllm_config = get_current_vllm_config()
-        self.runtime = OscarRuntime.shared(self.vllm_config)
+        with torch_defaults():
+            self.runtime = OscarRuntime.shared(self.vllm_config)
         self.layout = self.runtime.layout(head_size)
         self.target: OscarImpl | None = None
         self.is_shared = False  # whether a later layer reads this one's keys and values
@@ -73,9 +84,15 @@ class OscarImpl(AttentionImpl[Any]):
         return self.target_name is None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Load the layer's (m, T, B) and allocate its copies: here, because vLLM measures memory next."""
+        """Load the layer's (m, T, B) and allocate its buffers: here, because vLLM measures memory next."""
         layers = self.vllm_config.compilation_config.static_forward_context
         name, module = next((n, layer) for n, layer in layers.items() if getattr(layer, "impl", None) is self)
+        with torch_defaults():
+            self._load(name, module)
+
+    def _load(self, name: str, module: torch.nn.Module) -> None:
+        """Load and allocate for the vLLM layer `module` of that name."""
+        layers = self.vllm_config.compilation_config.static_forward_context
         if self.target_name is not None:
             target = layers[self.target_name].impl
             target.is_shared = True
