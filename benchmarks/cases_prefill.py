@@ -104,6 +104,7 @@ def gpu_cases() -> list[Case]:
     cases += [
         Case(requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=3, sink=64, window=256),
         Case(requests=((5000, 700), (10, 20)), capacity=4096, soft_cap=20.0, sliding_window=700),
-        Case(head_size=64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, sink=64, window=256),
+        Case(64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, sink=64, window=256),
+        Case(requests=((40, 20),), order="huge"),
     ]
     return cases

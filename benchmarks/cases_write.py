@@ -187,5 +187,5 @@ def gpu_cases() -> list[Case]:
     cases += [Case(128, 0, 16, n, 8, "metric", False, both[0]) for n in (1, 15, 2048)]
     sizes = (64, 0), (64, 32), (128, 0), (80, 0), (256, 0)
     cases += [Case(d, g, 16, 100, 3, "metric", True, both[0]) for d, g in sizes]
-    cases += [Case(128, 0, 16, 100, 8, "ls", False, dtype) for dtype in both]
+    cases += [Case(128, 0, 16, 40, 1, encoder, encoder == "metric", both[0], "huge") for encoder in ("ls", "metric")]
     return cases
