@@ -87,10 +87,12 @@ class Engine:
     def add(self, name: str, prompt: Tokens, tokens: int, **params: Any) -> None:
         """Queue a request, as `run` does."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         self.hidden.pop(name, None)
         self.chunks.pop(name, None)
-        sampling = SamplingParams(**({"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True} | params))
+        usual = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
+        sampling = SamplingParams(**(usual | params), output_kind=RequestOutputKind.FINAL_ONLY)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
 
     def run(
