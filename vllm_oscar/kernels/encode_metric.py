@@ -75,7 +75,8 @@ def workspace(layout: PageLayout, device: torch.device) -> torch.Tensor:
     """Scratch of the encoder's programs, float32; one for all layers."""
     programs = _programs(device)
     # the row, the block's targets, and as fp16 the residuals and codes
-    return torch.empty((programs, ROWS.value * (2 * layout.head_size + BLOCK.value)), device=device)
+    size = ROWS.value * (2 * layout.head_size + BLOCK.value)
+    return torch.empty((programs, size), dtype=torch.float32, device=device)
 
 
 def _programs(device: torch.device) -> int:
@@ -430,7 +431,7 @@ class ReencodeTable:
         block, head = pages[0].stride()[:2]
         return cls(
             torch.tensor(entries, dtype=torch.int64, device=device),
-            torch.tensor(gains, device=device),
+            torch.tensor(gains, dtype=torch.float32, device=device),
             (block, head),
             (pool.rows.stride(0), pool.rows.stride(1)),
             (pool.words.stride(0), pool.words.stride(1)),

@@ -215,7 +215,7 @@ class PrefillWorkspace:
         return cls(
             torch.empty((2, capacity, heads, head_size), dtype=dtype, device=device),
             torch.empty((tokens, query_heads, head_size), dtype=dtype, device=device),
-            torch.empty((2, query_heads, tokens), device=device),
+            torch.empty((2, query_heads, tokens), dtype=torch.float32, device=device),
         )
 
     @property
