@@ -154,9 +154,7 @@ def check(case: Case, device: torch.device) -> str:
     return f"{worst:.1e}"
 
 
-def _reencode_all(
-    case: Case, pages: torch.Tensor, pool: HotPool, metric: MetricTables, scratch: torch.Tensor
-) -> None:
+def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: MetricTables, scratch: torch.Tensor) -> None:
     """Decode steps in which layer 1, the case's, is due, until all tokens have left the window."""
     n, device = case.tokens, pages.device
     table = SlotTable.empty(HotContract(0, 1, case.block_size), pages.shape[0], pool.rows.shape[0], device)

@@ -154,9 +154,7 @@ class RestoreTables:
 
     @classmethod
     def of(cls, key: Transform, value: Transform, dtype: torch.dtype) -> "RestoreTables":
-        return cls(
-            torch.stack([key.mean, value.mean]).float(), torch.stack([key.inverse, value.inverse]).to(dtype)
-        )
+        return cls(torch.stack([key.mean, value.mean]).float(), torch.stack([key.inverse, value.inverse]).to(dtype))
 
 
 @triton.jit
