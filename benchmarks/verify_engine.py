@@ -15,14 +15,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_OSCAR_UNVERIFIED_CUDA="1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-TOLERANCE = 0.02  # relative, by norm; BF16 rounding of the output alone is 0.002
+# Relative errors, by norm. Rounding a decode's output to BF16 costs 0.002; a prefill restores history to BF16 rows,
+# whose rounding random queries with scores of some tens amplify.
+DECODE, PREFILL = 0.02, 0.1
 
 
 def check_layers(impl_class: Any, errors: list[float]) -> None:
-    """Wrap the layer's forward: recompute it with the reference, note the relative error."""
+    """Wrap the layer's forward: recompute it with the reference, note the error in units of what is tolerated."""
     import torch
 
     from vllm_oscar.attention import attend, read_rows
@@ -60,7 +62,8 @@ def check_layers(impl_class: Any, errors: list[float]) -> None:
                 self.sliding_window,
             )
             got = kwargs["output"][start:end].view(heads).float()
-            errors.append(float((got - wanted).norm() / wanted.norm().clamp(min=1e-6)))
+            error = float((got - wanted).norm() / wanted.norm().clamp(min=1e-6))
+            errors.append(error / (DECODE if decodes else PREFILL))
             assert torch.isfinite(got).all(), "a layer's output is not finite"
         return out
 
@@ -112,8 +115,8 @@ def run(folder: Path, sidecar: Path, eager: bool) -> dict[str, list[list[int]]]:
         answers[name] = [list(o.outputs[0].token_ids) for o in outputs]
         if eager:
             seen = errors[first:]
-            verdict = "PASS" if seen and max(seen) < TOLERANCE else "FAIL"
-            print(f"{verdict} {name}: {len(seen)} layer outputs, worst relative error {max(seen):.4f}", flush=True)
+            verdict = "PASS" if seen and max(seen) < 1 else "FAIL"
+            print(f"{verdict} {name}: {len(seen)} layer outputs, worst error {max(seen):.0%} of tolerance", flush=True)
     return answers
 
 
@@ -121,8 +124,9 @@ def main() -> None:
     from benchmarks.shapes import model_folder, random_sidecar
 
     if len(sys.argv) > 1:  # one run in a process of its own
-        folder, sidecar, mode, out = sys.argv[1:]
-        Path(out).write_text(json.dumps(run(Path(folder), Path(sidecar), mode == "eager")))
+        *paths, mode = sys.argv[1:]
+        model, rotations, answers_file = map(Path, paths)
+        answers_file.write_text(json.dumps(run(model, rotations, mode == "eager")))
         return
     root = Path("/tmp/oscar-verify")
     for changes in ({}, {"head_dim": 64, "num_key_value_heads": 4}):
@@ -134,7 +138,7 @@ def main() -> None:
             print(f"   {mode}", flush=True)
             out = root / f"{mode}.json"
             out.unlink(missing_ok=True)
-            subprocess.run([sys.executable, __file__, str(folder), str(sidecar), mode, str(out)], check=False)
+            subprocess.run([sys.executable, __file__, str(folder), str(sidecar), str(out), mode], check=False)
             answers.append(json.loads(out.read_text()) if out.exists() else {})
         eager, graphs = answers
         for name in eager:

@@ -175,7 +175,7 @@ def assert_agrees(
             if not torch.equal(mine[0].double(), codes) or bool((error > precision).any()):
                 differing += 1
                 metric = None if g is None else g[head]
-                assert squared_error(y[n, head], *mine, metric) <= 1.1 * squared_error(
+                assert squared_error(y[n, head], mine[0], mine[1], mine[2], metric) <= 1.1 * squared_error(
                     y[n, head], codes, scale, offset, metric
                 )
     assert differing <= y.shape[0] * y.shape[1] // 40 + 1, f"{differing} rows differ"

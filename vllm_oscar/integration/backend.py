@@ -1,5 +1,6 @@
 """vLLM's view of the backend: what it is called, what it can do, and where its layer and its builder are."""
 
+import os
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -9,6 +10,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.integration.seams import DTYPE
 from vllm_oscar.page_layout import HEAD_SIZES
+
+UNVERIFIED_CUDA = "VLLM_OSCAR_UNVERIFIED_CUDA"  # goes away when benchmarks/verify_engine.py has passed on a GPU
 
 if TYPE_CHECKING:
     from vllm_oscar.integration.layer import OscarImpl
@@ -83,6 +86,11 @@ def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
         if condition:
             raise UnsupportedError(f"--kv-cache-dtype {DTYPE} does not support {what}; {instead}")
 
+    refuse(
+        current_platform.is_cuda() and os.environ.get(UNVERIFIED_CUDA) != "1",
+        "GPUs yet: the kernels pass their tests on an H200, but have not run inside vLLM there",
+        f"use --kv-cache-dtype fp8, or help to verify it with {UNVERIFIED_CUDA}=1 and benchmarks/verify_engine.py",
+    )
     refuse(
         not (current_platform.is_cpu() or current_platform.is_cuda()),
         f"the platform {current_platform.device_name}",

@@ -175,7 +175,7 @@ class CudaImpl(OscarImpl):
 
     def _load(self, name: str, module: torch.nn.Module) -> None:
         super()._load(name, module)
-        device, dtype = module._k_scale.device, self.runtime.dtype
+        device, dtype = self.pool.words.device, self.runtime.dtype
         key, value = self.cache_layer.key, self.cache_layer.value
         self.decode_tables = DecodeTables.of(key.transform, value.transform)
         self.restore_tables = RestoreTables.of(key.transform, value.transform, dtype)

@@ -98,7 +98,7 @@ class OscarImpl(AttentionImpl[Any]):
             target.is_shared = True
             self.target, self.cache_layer, self.pool = target, target.cache_layer, target.pool
             return
-        device = module._k_scale.device
+        device: torch.device = module.get_buffer("_k_scale").device
         self.runtime.plan_pool(device)
         calibration = self.runtime.calibration(extract_layer_index(name), self.num_kv_heads, device)
         self.cache_layer = CacheLayer.of(calibration, self.layout, self.runtime.dtype, self.runtime.config.key_encoder)
