@@ -56,12 +56,8 @@ def liven(model: torch.nn.Module) -> None:
             parameter.data.fill_(1.0)
 
 
-def random_sidecar(folder: Path, size_of_rows: float = 0.1) -> Path:
-    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one.
-
-    Args:
-        size_of_rows: about how large keys and values are
-    """
+def random_sidecar(folder: Path) -> Path:
+    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one."""
     from transformers import AutoConfig
 
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(folder))
@@ -71,7 +67,7 @@ def random_sidecar(folder: Path, size_of_rows: float = 0.1) -> Path:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    def tensor(encoder: str, gain: float) -> TensorCalibration:
+    def tensor(encoder: str, gain: float, size_of_rows: float) -> TensorCalibration:
         basis = torch.linalg.qr(random(heads, size, size)).Q
         stretch = torch.exp(0.3 * random(heads, size, 1))
         transform = (basis * stretch.mT) @ grouped_hadamard(size, size) / size_of_rows
@@ -80,10 +76,12 @@ def random_sidecar(folder: Path, size_of_rows: float = 0.1) -> Path:
             factor = torch.linalg.qr(random(heads, size, size)).Q * torch.exp(0.5 * random(heads, 1, size))
             metric = factor @ factor.mT
             metric = (metric / metric.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]).float()
-        mean = (size_of_rows * random(heads, size)).float()
+        mean = (0.5 * size_of_rows * random(heads, size)).float()
         return TensorCalibration(mean, transform.float(), encoder, gain, 1.0, metric)
 
-    layers = {i: LayerCalibration(tensor("metric", 1.05), tensor("ls", 1.1)) for i in range(fingerprint.num_layers)}
+    # as large as keys (behind a norm) and values are in a model with dummy weights and `liven`
+    key, value = tensor("metric", 1.05, 1.0), tensor("ls", 1.1, 0.02)
+    layers = {i: LayerCalibration(key, value) for i in range(fingerprint.num_layers)}
     path = folder / "oscar" / "random.safetensors"
     Sidecar(layers, fingerprint, "aware", size, 64, 256).save(path)
     return path

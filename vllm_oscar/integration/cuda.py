@@ -79,6 +79,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             window: Segments.allocate(scheduler.max_num_seqs, self.impl.num_kv_heads, device) for window in windows
         }
         self._scratch: tuple[SlotTable, slots.SlotScratch] | None = None
+        self._reencode: encode_metric.ReencodeTable | None = None
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: "CommonAttentionMetadata", fast_build: bool = False
@@ -94,6 +95,17 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         slots.allocate(
             table, scratch, common.block_table_tensor, seq_lens, starts, threshold, pages, impl.layout, impl.pool
         )
+        if self._reencode is not None:
+            encode_metric.reencode(
+                self._reencode,
+                impl.layout,
+                table,
+                common.block_table_tensor,
+                seq_lens,
+                starts,
+                threshold,
+                impl.workspaces.encoder,
+            )
         num_tokens = common.num_actual_tokens
         slot_mapping = common.slot_mapping[:num_tokens]
         slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping)
@@ -130,9 +142,18 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         )
 
     def _table(self, num_blocks: int) -> tuple[SlotTable, slots.SlotScratch]:
+        """The group's slots, and what else can only be made once vLLM has bound the pages."""
         table = self.runtime.table(self.layer_names, num_blocks, self.device)
         if self._scratch is None or self._scratch[0] is not table:
             self._scratch = table, slots.SlotScratch.of(table)
+            metric = [layer for layer in self.layers if layer.impl.owns_cache and layer.impl.metric_tables is not None]
+            if metric:
+                self._reencode = encode_metric.ReencodeTable.of(
+                    [layer.impl.pages(layer.kv_cache) for layer in metric],
+                    [layer.impl.pool for layer in metric],
+                    [layer.impl.metric_tables for layer in metric],
+                    [layer.impl.cache_layer.key.gain for layer in metric],
+                )
         return self._scratch
 
     @staticmethod

@@ -1,0 +1,53 @@
+"""Run by test_kernels_in_engine.py in a process of its own: the GPU's layer and builder in Triton's interpreter.
+
+The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them. Prints,
+for each batch, the number of layer outputs and the largest error in units of what is tolerated.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.update(TRITON_INTERPRET="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+
+from vllm import LLM, SamplingParams  # noqa: E402
+
+from benchmarks.shapes import liven, model_folder, random_sidecar  # noqa: E402
+from benchmarks.verify_engine import check_layers, prompts  # noqa: E402
+from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
+from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402
+
+
+def main(root: Path) -> None:
+    OscarBackend.get_impl_cls = staticmethod(lambda: CudaImpl)  # type: ignore[method-assign]
+    OscarBackend.get_builder_cls = staticmethod(lambda: CudaMetadataBuilder)  # type: ignore[method-assign]
+    folder = model_folder("tiny", root, head_dim=64)
+    sidecar = random_sidecar(folder)
+    errors: list[float] = []
+    check_layers(CudaImpl, errors)
+    llm = LLM(
+        str(folder),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        kv_cache_dtype="oscar",
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=16,
+        num_gpu_blocks_override=64,
+        additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 32}},
+    )
+    llm.apply_model(liven)
+    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+    for batch in (prompts(2, 20), prompts(1, 110), [*prompts(2, 30, 5), *prompts(1, 70, 9)]):
+        first = len(errors)
+        llm.generate(batch, sampling, use_tqdm=False)
+        seen = errors[first:]
+        print("batch", len(seen), max(seen), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
