@@ -48,7 +48,7 @@ def test_quality_at_two_and_a_half_bits(quality: dict[str, Any]) -> None:
     """The acceptance numbers: the prototype had KL 0.0078, 0.129 and 1.36 on other text.
 
     Measured on 6 windows: 0.0073, 0.137 and 1.38, with standard errors of 0.0005, 0.011 and 0.04 (docs/quality.md);
-    the first ones are among the worse, with 0.0081. The bounds leave half as much again of the KL, three times and
+    the first two have 0.0080. The bounds leave half as much again of the KL, three times and
     nearly twice the ratios: other rounding does not cross them, a defect of a transform, an encoder or the window
     does.
     """
