@@ -21,12 +21,12 @@ from vllm_oscar.evaluation.windows import held_out
 from vllm_oscar.sidecar import Sidecar, find_sidecar
 
 PARAGRAPH = "\n\n"
+PASSAGE = builtin_text("held_out")[20000:23500].partition(PARAGRAPH)[2].rpartition(PARAGRAPH)[0]  # whole paragraphs
 PROMPTS = (
     "What is the capital of France? Answer in one sentence.",
     "Why is the sky blue? Explain it to a child in two sentences.",
     # long enough to be answered from INT2: the two before fit into the BF16 copies of sink and window
-    f"{builtin_text('held_out')[:3500].rpartition(PARAGRAPH)[0]}{PARAGRAPH}What is the text above about? "
-    "Answer in one sentence.",
+    f"{PASSAGE}{PARAGRAPH}What is the text above about? Answer in one sentence.",
 )
 MEMORY = 1 << 30  # bytes for the KV cache, with whatever belongs to it
 
