@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -377,8 +379,6 @@ def test_data_formats(tmp_path: Path) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["abc", "defg"], "other": [1, 2]}), tmp_path / "a.parquet")
     assert read(tmp_path / "a.parquet") == "abc\0defg"
 

@@ -2,7 +2,6 @@
 
 import json
 import struct
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -330,17 +329,6 @@ def test_a_failed_save_keeps_what_was_there(path: Path) -> None:
     with pytest.raises(errors.SidecarSingularError):
         broken.save(path)
     assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
-
-
-def test_loading_is_fast(tmp_path: Path) -> None:
-    fingerprint = ModelFingerprint("llama", 32, 32, 8, 128, {})
-    make(fingerprint).save(tmp_path / "s")
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        Sidecar.load(tmp_path / "s", fingerprint)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 5  # about half a second on two idle cores; shared machines are slower
 
 
 def config(**fields: Any) -> SimpleNamespace:
