@@ -102,7 +102,7 @@ def _json_rows(file: Path) -> Iterator[Any]:
 
 def _parquet_rows(file: Path) -> Iterator[Any]:
     try:
-        from pyarrow.parquet import ParquetFile  # type: ignore[import-not-found]  # an optional dependency
+        from pyarrow.parquet import ParquetFile  # an optional dependency
     except ImportError as error:
         raise ConfigError(f"--data {file}: Parquet needs pyarrow (pip install pyarrow), or use .jsonl") from error
     opened = ParquetFile(file)

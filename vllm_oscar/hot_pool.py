@@ -281,8 +281,9 @@ class HotPool:
     ) -> "HotPool":
         shape = (num_slots, num_kv_heads, 2, layout.block_size, layout.head_size)
         words = (num_slots, num_kv_heads, layout.block_size, 2 * layout.groups)
+        # filled, not torch.zeros: memory that was never touched is missing from the size that vLLM measures on CPUs
         return cls(
-            torch.zeros(shape, dtype=dtype, device=device), torch.full(words, -1, dtype=torch.int32, device=device)
+            torch.full(shape, 0, dtype=dtype, device=device), torch.full(words, -1, dtype=torch.int32, device=device)
         )
 
     @staticmethod

@@ -184,3 +184,17 @@ def make_engine(model_path: Path, sidecar_path: Path) -> Iterator[Callable[..., 
     yield make
     for engine in engines:
         engine.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture
+def any_engine() -> Iterator[Callable[..., Engine]]:
+    """Engine(...) of any model; the engines end with the test."""
+    engines: list[Engine] = []
+
+    def make(model: Path, sidecar: Path | None, oscar: Mapping[str, Any] | None = None, **options: Any) -> Engine:
+        engines.append(Engine(model, sidecar, oscar, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.llm.llm_engine.engine_core.shutdown()

@@ -212,6 +212,7 @@ def test_another_attention_backend_is_refused() -> None:
         ({"prefill_context_parallel_size": 2}, {}, "prefill context parallelism", "use tensor parallelism"),
         ({"enable_dbo": True}, {}, "dual batch overlap", "leave --enable-dbo out"),
         ({}, {"kv_transfer_config": object()}, "KV connectors", "leave --kv-transfer-config out"),
+        ({}, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by a model", '"method": "ngram"'),
     ],
     ids=lambda value: str(value)[:30],
 )
@@ -232,3 +233,32 @@ def test_engine_features_that_would_answer_wrongly_are_refused(
         refuse_unsupported_engine(config(parallel, other))
     assert what in str(caught.value)
     assert instead in str(caught.value)
+
+
+def test_gpus_are_refused_until_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_oscar.integration import backend
+
+    platform = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False, device_name="cuda")
+    monkeypatch.setattr(backend, "current_platform", platform)
+    monkeypatch.delenv(backend.UNVERIFIED_CUDA, raising=False)
+    with pytest.raises(UnsupportedError, match="have not run inside vLLM there; use --kv-cache-dtype fp8"):
+        backend.refuse_unsupported(None, selector())
+    monkeypatch.setenv(backend.UNVERIFIED_CUDA, "1")
+    backend.refuse_unsupported(None, selector())
+
+
+@pytest.mark.parametrize(("ranks", "rank", "heads"), [(1, 0, [0, 1, 2, 3]), (2, 1, [2, 3]), (4, 2, [2]), (8, 5, [2])])
+def test_a_tensor_parallel_rank_gets_the_calibration_of_its_heads(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, rank: int, heads: list[int]
+) -> None:
+    """With more ranks than KV heads, neighbouring ranks hold copies of one head, as in vLLM's QKVParallelLinear."""
+    from vllm_oscar.integration import runtime
+    from vllm_oscar.sidecar import ModelFingerprint, Sidecar
+
+    sidecar = Sidecar.hadamard(ModelFingerprint("llama", 1, 8, 4, 64, {}))
+    sidecar.layers[0].key.mean[:] = torch.arange(4.0)[:, None]
+    monkeypatch.setattr(runtime, "get_tensor_model_parallel_world_size", lambda: ranks)
+    monkeypatch.setattr(runtime, "get_tensor_model_parallel_rank", lambda: rank)
+    shared = SimpleNamespace(sidecar=sidecar)
+    layer = runtime.OscarRuntime.calibration(shared, 0, max(1, 4 // ranks), torch.device("cpu"))  # type: ignore[arg-type]
+    assert layer.key.mean[:, 0].tolist() == heads

@@ -8,6 +8,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
@@ -117,12 +118,11 @@ class OscarRuntime:
         layer = self.sidecar.layers.get(index)
         if layer is None:
             raise UnsupportedError(
-                f"layer {index} has no calibration in the sidecar (a draft model's layer, or one left out): keep it in "
-                f"BF16 with --kv-cache-dtype-skip-layers {index}"
+                f"layer {index} was left out of the calibration: keep it in BF16 with "
+                f"--kv-cache-dtype-skip-layers {index}"
             )
-        parallel = self.vllm_config.parallel_config
-        total, ranks = self.sidecar.fingerprint.num_kv_heads, parallel.tensor_parallel_size
-        rank = parallel.rank % ranks
+        total, ranks = self.sidecar.fingerprint.num_kv_heads, get_tensor_model_parallel_world_size()
+        rank = get_tensor_model_parallel_rank()
         # with fewer KV heads than ranks, neighbouring ranks hold copies of one head
         start = rank * num_kv_heads if total >= ranks else rank * total // ranks
         return layer.shard(start, start + num_kv_heads, device)
@@ -260,6 +260,12 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
             raise UnsupportedError(f"--kv-cache-dtype oscar does not support {what}; {instead}")
 
     parallel = vllm_config.parallel_config
+    method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
+    refuse(
+        method is not None and not method.startswith(("ngram", "suffix")),
+        f"drafts by a model (speculative method {method!r}), whose layers no sidecar describes",
+        'use {"method": "ngram"} in --speculative-config',
+    )
     refuse(
         parallel.decode_context_parallel_size > 1,
         "decode context parallelism",
