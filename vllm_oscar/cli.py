@@ -1,4 +1,4 @@
-"""oscar calibrate | eval | inspect | doctor: each command lives in a module of its own, this one only chooses."""
+"""oscar COMMAND: each command lives in a module of its own, this one only chooses."""
 
 import argparse
 import os
@@ -14,6 +14,11 @@ COMMANDS = {
     "inspect": "vllm_oscar.evaluation.inspection",
     "doctor": "vllm_oscar.evaluation.doctor",
 }
+# these have parsers of their own, which need torch
+TOOLS = {
+    "calibrate": ("vllm_oscar.calibrate.__main__", "measure a model on text and write its sidecar"),
+    "convert": ("vllm_oscar.calibrate.rotation_zoo", "RotationZoo files to a sidecar, and back"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,20 +28,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="oscar", description="Tools of vllm-oscar, the INT2 KV cache for vLLM.")
     parser.add_argument("--version", action="version", version=f"vllm-oscar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    # has a parser of its own, which needs torch
-    commands.add_parser("calibrate", help="measure a model on text and write its sidecar", add_help=False)
+    for name, (_, text) in TOOLS.items():
+        commands.add_parser(name, help=text, add_help=False)
     for name, module in COMMANDS.items():
         command = import_module(module)
         sub = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
-    if given[:1] == ["calibrate"]:
-        from vllm_oscar.calibrate.__main__ import main as calibrate
-
-        return calibrate(given[1:])
+    status: int
+    if given and given[0] in TOOLS:
+        status = import_module(TOOLS[given[0]][0]).main(given[1:])
+        return status
     options = parser.parse_args(given)
     try:
-        status: int = options.run(options)
+        status = options.run(options)
     except OscarError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
