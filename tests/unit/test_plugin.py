@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from vllm_oscar import plugin
+from vllm_oscar.config import UNVERIFIED_CUDA
 from vllm_oscar.errors import UnsupportedError, VllmVersionError
 from vllm_oscar.page_layout import PageLayout
 
@@ -240,10 +241,10 @@ def test_gpus_are_refused_until_verified(monkeypatch: pytest.MonkeyPatch) -> Non
 
     platform = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False, device_name="cuda")
     monkeypatch.setattr(backend, "current_platform", platform)
-    monkeypatch.delenv(backend.UNVERIFIED_CUDA, raising=False)
+    monkeypatch.delenv(UNVERIFIED_CUDA, raising=False)
     with pytest.raises(UnsupportedError, match="have not run inside vLLM there; use --kv-cache-dtype fp8"):
         backend.refuse_unsupported(None, selector())
-    monkeypatch.setenv(backend.UNVERIFIED_CUDA, "1")
+    monkeypatch.setenv(UNVERIFIED_CUDA, "1")
     backend.refuse_unsupported(None, selector())
 
 

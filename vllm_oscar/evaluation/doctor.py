@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_oscar import __version__
-from vllm_oscar.config import OscarConfig
+from vllm_oscar.config import UNVERIFIED_CUDA, OscarConfig
 from vllm_oscar.errors import OscarError
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
@@ -53,7 +53,11 @@ def environment() -> Iterator[Finding]:
     yield _allowed(os.environ.get("VLLM_PLUGINS"))
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
-        yield Finding("device", "ok", f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}")
+        name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+        if os.environ.get(UNVERIFIED_CUDA) == "1":
+            yield Finding("device", "warn", f"{name}: kernels that have not been verified inside vLLM yet")
+        else:
+            yield Finding("device", "fail", f"{name}: refused until verified; use vLLM's CPU build, or fp8 on the GPU")
     else:
         yield Finding("device", "ok", "no GPU: the CPU platform runs the torch reference, complete but slow")
     yield _checked("options", lambda: f"outside of --additional-config: {OscarConfig.parse(None)}")
@@ -77,8 +81,8 @@ def model(name: str) -> Iterator[Finding]:
         f"{fingerprint.num_kv_heads} KV heads of size {fingerprint.head_size}",
     )
     kinds = getattr(getattr(config, "text_config", None) or config, "layer_types", None) or ["full_attention"]
-    if odd := sorted(set(kinds) - {"full_attention"}):
-        yield Finding("layers", "warn", f"{', '.join(odd)} beside full attention: not proven with an INT2 cache")
+    if odd := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+        yield Finding("layers", "warn", f"{', '.join(odd)} beside full attention: not tried with an INT2 cache")
     yield _checked("sidecar", lambda: _sidecar(name, fingerprint))
     yield Finding("memory", "ok", capacity(fingerprint, layout, OscarConfig.parse(None).pool_share))
 

@@ -7,11 +7,10 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, AttentionType, MultipleOf
 
+from vllm_oscar.config import UNVERIFIED_CUDA
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.integration.seams import DTYPE
 from vllm_oscar.page_layout import HEAD_SIZES
-
-UNVERIFIED_CUDA = "VLLM_OSCAR_UNVERIFIED_CUDA"  # goes away when benchmarks/verify_engine.py has passed on a GPU
 
 if TYPE_CHECKING:
     from vllm_oscar.integration.layer import OscarImpl
