@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotPool
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews, pack
 from vllm_oscar.quantizer import (
@@ -46,8 +47,20 @@ class RowCodec:
     def of(
         cls, calibration: TensorCalibration, group_size: int, dtype: torch.dtype, max_scale: float, encoder: str | None
     ) -> "RowCodec":
-        """Prepare a calibration for a run in `dtype`; `encoder` overrides the calibration's."""
+        """Prepare a calibration for a run in `dtype`; `encoder` overrides the calibration's.
+
+        Raises:
+            ConfigError: the metric encoder is asked for, and the calibration holds no metric.
+        """
         encoder = encoder or calibration.encoder
+        metric = None
+        if encoder == "metric":
+            if calibration.metric is None:
+                raise ConfigError(
+                    "oscar option key_encoder: 'metric' needs a sidecar that was calibrated with --key-encoder metric; "
+                    "leave the option out, or use 'ls'"
+                )
+            metric = Metric.of(calibration.metric)
         return cls(
             Transform.rounded(calibration.mean, calibration.transform, dtype),
             encoder,
@@ -55,7 +68,7 @@ class RowCodec:
             calibration.gain,
             calibration.clip,
             max_scale,
-            Metric.of(calibration.metric) if encoder == "metric" and calibration.metric is not None else None,
+            metric,
         )
 
     def encode(self, y: torch.Tensor) -> Encoded:

@@ -5,6 +5,7 @@ import torch
 
 from vllm_oscar.attention import read_rows
 from vllm_oscar.cache_layer import CacheLayer
+from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.page_layout import PageLayout, unpack
 from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, decode, encode_ls, encode_metric
@@ -174,6 +175,9 @@ def test_key_encoder_can_be_overridden() -> None:
     assert CacheLayer.of(case.pair, case.layout, torch.bfloat16).key.encoder == "metric"
     cheap = CacheLayer.of(case.pair, case.layout, torch.bfloat16, "ls")
     assert (cheap.key.encoder, cheap.key.metric, cheap.value.encoder) == ("ls", None, "ls")
+    without = Case(encoder="ls")
+    with pytest.raises(ConfigError, match="leave the option out"):
+        CacheLayer.of(without.pair, without.layout, torch.bfloat16, "metric")
 
 
 def test_transform_is_rounded_before_it_is_inverted() -> None:
