@@ -213,6 +213,12 @@ def test_another_attention_backend_is_refused() -> None:
         ({"prefill_context_parallel_size": 2}, {}, "prefill context parallelism", "use tensor parallelism"),
         ({"enable_dbo": True}, {}, "dual batch overlap", "leave --enable-dbo out"),
         ({}, {"kv_transfer_config": object()}, "KV connectors", "leave --kv-transfer-config out"),
+        (
+            {},
+            {"cache_config": SimpleNamespace(kv_sharing_fast_prefill=True)},
+            "fast prefill of layers that share",
+            "leave --kv-sharing-fast-prefill out",
+        ),
         ({}, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by a model", '"method": "ngram"'),
     ],
     ids=lambda value: str(value)[:30],
@@ -234,6 +240,25 @@ def test_engine_features_that_would_answer_wrongly_are_refused(
         refuse_unsupported_engine(config(parallel, other))
     assert what in str(caught.value)
     assert instead in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["ChunkedLocalAttention", "PrefillPrefixLMAttention", "RSWAAttention"])
+def test_layers_that_mask_in_their_own_way_are_refused(name: str) -> None:
+    """vLLM chooses our backend for them as for any decoder layer."""
+    from vllm.model_executor.layers import attention
+
+    from vllm_oscar.integration.layer import refuse_unsupported_layer
+
+    def made(layer: str) -> Any:
+        return object.__new__(getattr(attention, layer))
+
+    refuse_unsupported_layer(made("Attention"), 64)
+    with pytest.raises(UnsupportedError, match=f"{name} layers; use --kv-cache-dtype auto"):
+        refuse_unsupported_layer(made(name), 64)
+    uneven = made("Attention")
+    uneven.__dict__["head_size_v"] = 128
+    with pytest.raises(UnsupportedError, match="values of another size"):
+        refuse_unsupported_layer(uneven, 64)
 
 
 def test_gpus_are_refused_until_verified(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,12 @@ class OscarImpl(AttentionImpl[Any]):
             self._load(name, module)
 
     def _load(self, name: str, module: torch.nn.Module) -> None:
-        """Load and allocate for the vLLM layer `module` of that name."""
+        """Load and allocate for the vLLM layer `module` of that name.
+
+        Raises:
+            UnsupportedError: the layer does something that our attention does not.
+        """
+        refuse_unsupported_layer(module, self.head_size)
         layers = self.vllm_config.compilation_config.static_forward_context
         if self.target_name is not None:
             target = layers[self.target_name].impl
@@ -101,6 +106,11 @@ class OscarImpl(AttentionImpl[Any]):
         device: torch.device = module.get_buffer("_k_scale").device
         self.runtime.plan_pool(device)
         calibration = self.runtime.calibration(extract_layer_index(name), self.num_kv_heads, device)
+        if calibration.key.mean.shape != (self.num_kv_heads, self.head_size):
+            raise UnsupportedError(
+                f"{name} has {self.num_kv_heads} KV heads of size {self.head_size}, not those of the model's "
+                "configuration; use --kv-cache-dtype auto"
+            )
         self.cache_layer = CacheLayer.of(calibration, self.layout, self.runtime.dtype, self.runtime.config.key_encoder)
         self.pool = HotPool.allocate(
             self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
@@ -131,3 +141,21 @@ class OscarImpl(AttentionImpl[Any]):
         rows = key[:tokens].view(shape), value[:tokens].view(shape)
         self.fresh = rows if self.is_shared else None
         return rows
+
+
+def refuse_unsupported_layer(module: torch.nn.Module, head_size: int) -> None:
+    """Layers that vLLM's choice of a backend does not tell apart from plain decoder attention.
+
+    A layer class that describes its cache itself also masks in its own way: in chunks (Llama 4), with a bidirectional
+    prefix, with a window beside a reference, with static sinks. We would attend causally, and answer wrongly.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    if type(module).get_kv_cache_spec is not Attention.get_kv_cache_spec:
+        raise UnsupportedError(
+            f"--kv-cache-dtype oscar does not support {type(module).__name__} layers; use --kv-cache-dtype auto"
+        )
+    if getattr(module, "head_size_v", head_size) != head_size:
+        raise UnsupportedError(
+            "--kv-cache-dtype oscar does not support values of another size than keys; use --kv-cache-dtype auto"
+        )

@@ -282,6 +282,12 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         "leave --enable-dbo out",
     )
     refuse(
+        # such layers get slots and query rows of their own, and neither fits the layer whose cache they read
+        getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False),
+        "fast prefill of layers that share another's KV",
+        "leave --kv-sharing-fast-prefill out",
+    )
+    refuse(
         getattr(vllm_config, "kv_transfer_config", None) is not None,
         "KV connectors and offloading",
         "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
