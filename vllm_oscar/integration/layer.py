@@ -84,7 +84,12 @@ class OscarImpl(AttentionImpl[Any]):
         return self.target_name is None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Load the layer's (m, T, B) and allocate its buffers: here, because vLLM measures memory next."""
+        """Load the layer's (m, T, B) and allocate its buffers: here, because vLLM measures memory next.
+
+        vLLM calls this again when weights are reloaded. Nothing here depends on them, and CUDA graphs hold the tensors.
+        """
+        if hasattr(self, "pool"):
+            return
         layers = self.vllm_config.compilation_config.static_forward_context
         name, module = next((n, layer) for n, layer in layers.items() if getattr(layer, "impl", None) is self)
         with torch_defaults():
