@@ -144,18 +144,18 @@ class OscarRuntime:
             for layer in oscar_impls(self.vllm_config)
             if layer.owns_cache
         )
-        budget = int(self.config.pool_share * memory_for_cache(self.vllm_config, device))
-        affordable = budget // slot_bytes
+        memory = max(0, memory_for_cache(self.vllm_config, device))
+        affordable = int(self.config.pool_share * memory) // slot_bytes
         wanted = requests * contract.slots_per_request
         floor = requests * contract.floor_slots_per_request(self.decode_threshold)
         self.num_slots = min(wanted, affordable)
         self.counters.saturated_rows = self.counters.saturated_rows.to(device)
         if self.num_slots < floor:
-            enough = 1.05 * self.config.pool_share * floor / max(affordable, 1)
+            enough = 1.05 * floor * slot_bytes / max(memory, 1)
+            remedy = f"raise pool_share to {enough:.2g} in the oscar options" if enough < 0.5 else "give it more memory"
             raise ConfigError(
-                f"pool_share {self.config.pool_share} of the KV cache memory holds {affordable} BF16 blocks, but "
-                f"{requests} requests need at least {floor}: raise pool_share to {enough:.3f} in the oscar options, "
-                "or lower --max-num-seqs"
+                f"pool_share {self.config.pool_share} of the {memory / 2**30:.2f} GiB for the KV cache holds {affordable} "
+                f"BF16 blocks, but {requests} requests need at least {floor}: {remedy}, or lower --max-num-seqs"
             )
         self.pool_bytes = self.num_slots * slot_bytes
         cache = self.vllm_config.cache_config
