@@ -156,9 +156,10 @@ def refuse_unsupported_layer(module: torch.nn.Module, head_size: int) -> None:
     """
     from vllm.model_executor.layers.attention import Attention
 
-    if type(module).get_kv_cache_spec is not Attention.get_kv_cache_spec:
+    layer_class: Any = type(module)
+    if layer_class.get_kv_cache_spec is not Attention.get_kv_cache_spec:
         raise UnsupportedError(
-            f"--kv-cache-dtype oscar does not support {type(module).__name__} layers; use --kv-cache-dtype auto"
+            f"--kv-cache-dtype oscar does not support {layer_class.__name__} layers; use --kv-cache-dtype auto"
         )
     if getattr(module, "head_size_v", head_size) != head_size:
         raise UnsupportedError(
