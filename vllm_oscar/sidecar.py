@@ -43,6 +43,7 @@ INVERSE_TOLERANCE = 1e-5  # of |T B - I|, largest element
 ORTHOGONAL_TOLERANCE = 1e-4  # of |T'T - I|, largest element; fp32 rotations stay below 1e-5
 METRIC_ASYMMETRY = 1e-5  # of |G - G'| relative to |G|, largest elements
 
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+")  # a hub model's folder in Hugging Face's cache
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -538,8 +539,13 @@ def find_sidecar(model: str, explicit: str | None = None) -> Path:
 
 
 def cached_path(model: str) -> Path:
-    """Where the user's own sidecar for a model (folder or hub id) belongs."""
+    """Where the user's own sidecar for a model (folder or hub id) belongs.
+
+    With HF_HUB_OFFLINE vLLM replaces a hub id by the model's folder in Hugging Face's cache: both are one model.
+    """
     name = str(Path(model).resolve()) if Path(model).is_dir() else model
+    if snapshot := _SNAPSHOT.fullmatch(name):
+        name = snapshot[1]
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vllm_oscar" / (re.sub(r"[^A-Za-z0-9._-]+", "--", name).strip("-.") + ".safetensors")
 

@@ -417,6 +417,9 @@ def test_names_from_the_hub_stay_inside_the_cache(tmp_path: Path, monkeypatch: p
     for name in ("org/name", "../../etc/passwd", "a b;c", "/root/x"):
         assert cached_path(name).parent == tmp_path / "vllm_oscar"
     assert cached_path("org/name").name == "org--name.safetensors"
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    assert cached_path(str(snapshot)) == cached_path("org/name")
 
 
 def test_explicit_hub_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
