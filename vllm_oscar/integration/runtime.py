@@ -259,6 +259,12 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         if condition:
             raise UnsupportedError(f"--kv-cache-dtype oscar does not support {what}; {instead}")
 
+    refuse(
+        # vLLM sizes their blocks after the layers are built, from BF16-like pages: neither is ours
+        getattr(getattr(vllm_config, "model_config", None), "is_hybrid", False),
+        "hybrid models (Mamba or linear attention beside attention) yet",
+        "use --kv-cache-dtype fp8 or auto",
+    )
     parallel = vllm_config.parallel_config
     method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
     refuse(
