@@ -67,7 +67,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
         position = before + torch.arange(num_tokens) - query_start_loc[request]
         slot_mapping = common.slot_mapping[:num_tokens]
         short = (query_lens <= threshold)[request]
-        self.runtime.watch(table)
+        self.runtime.watch()
         return CpuMetadata(
             num_tokens=num_tokens,
             seq_lens=seq_lens.tolist(),

@@ -125,7 +125,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
                 lengths = self._prefill_lengths(common, num_decodes, threshold)
                 capacity = impl.workspaces.prefill.capacity
                 calls[window] = plan(lengths, starts_cpu.tolist(), num_decodes, capacity, window, self.device)
-        self.runtime.watch(table)
+        self.runtime.watch()
         return CudaMetadata(
             num_tokens=num_tokens,
             num_decodes=num_decodes,

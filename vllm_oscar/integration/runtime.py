@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.oscar")
 
 
-_WATCH_EVERY = 64  # steps between two looks at the counters on the device
+_WATCH_EVERY = 64  # calls of `watch` between two looks at the counters on the device
 
 
 class Counters:
@@ -179,9 +179,9 @@ class OscarRuntime:
             self._tables[name] = table
         return table
 
-    def watch(self, table: SlotTable) -> None:
-        """Warn, once for each reason, when the engine degrades. Called every step; looks at the device's counters
-        now and then, without waiting for it."""
+    def watch(self) -> None:
+        """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
+        at the device's counters now and then, without waiting for it."""
         self._watched += 1
         if self._pending is not None:
             counts, event = self._pending
@@ -190,7 +190,8 @@ class OscarRuntime:
                 self._warn("shrunk", int(counts[0]), _SHRUNK)
                 self._warn("saturated", int(counts[1]), _SATURATED)
         if self._pending is None and self._watched % _WATCH_EVERY == 1:
-            counts = torch.cat([table.shrunk_steps, self.counters.saturated_rows.to(table.shrunk_steps.device)])
+            shrunk = torch.cat([table.shrunk_steps for table in self._tables.values()]).amax(0, keepdim=True)
+            counts = torch.cat([shrunk, self.counters.saturated_rows.to(shrunk.device)])
             event = None
             if counts.is_cuda:
                 counts = counts.to("cpu", non_blocking=True)
