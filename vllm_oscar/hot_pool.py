@@ -84,6 +84,7 @@ class SlotTable:
             running requests need more slots than there are)
         evictions: int64 (1,), copies given up so far
         shrunk_steps: int64 (1,), steps in which the limits were below what was asked for
+        step: int32 (1,), number of calls of `allocate` so far
     """
 
     contract: HotContract
