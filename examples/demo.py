@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the sizes that are given here
 
 import torch
 from transformers import AutoTokenizer
