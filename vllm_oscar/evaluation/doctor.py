@@ -82,7 +82,7 @@ def model(name: str) -> Iterator[Finding]:
     )
     kinds = getattr(getattr(config, "text_config", None) or config, "layer_types", None) or ["full_attention"]
     if odd := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        yield Finding("layers", "warn", f"{', '.join(odd)} beside full attention: not tried with an INT2 cache")
+        yield Finding("layers", "warn", f"{', '.join(odd)} layers: refused with an INT2 cache, or not tried yet")
     yield _checked("sidecar", lambda: _sidecar(name, fingerprint))
     yield Finding("memory", "ok", capacity(fingerprint, layout, OscarConfig.parse(None).pool_share))
 
