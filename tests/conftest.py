@@ -5,6 +5,11 @@ OSCAR_TEST_MODEL (a model folder) and OSCAR_TEST_SIDECAR (a file) take their pla
 
 import hashlib
 import os
+
+# Kernels run in Triton's interpreter, which has to be chosen before anything imports triton. vLLM's CPU build does not
+# use triton.
+os.environ["TRITON_INTERPRET"] = "1"
+
 import subprocess
 import sys
 from pathlib import Path
