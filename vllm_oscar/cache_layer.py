@@ -20,6 +20,8 @@ from vllm_oscar.quantizer import (
 from vllm_oscar.rotation import Transform
 from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
 
+LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder does (docs/quality.md)
+
 
 @dataclass(frozen=True)
 class RowCodec:
@@ -52,6 +54,9 @@ class RowCodec:
         Raises:
             ConfigError: the metric encoder is asked for, and the calibration holds no metric.
         """
+        gain = calibration.gain
+        if encoder == "ls" and calibration.encoder == "metric" and gain > 1:  # the reference's transforms have none
+            gain = LS_KEY_GAIN
         encoder = encoder or calibration.encoder
         metric = None
         if encoder == "metric":
@@ -65,7 +70,7 @@ class RowCodec:
             Transform.rounded(calibration.mean, calibration.transform, dtype),
             encoder,
             group_size,
-            calibration.gain,
+            gain,
             calibration.clip,
             max_scale,
             metric,

@@ -22,7 +22,7 @@ from vllm_oscar.errors import ConfigError
 from vllm_oscar.page_layout import PageLayout
 
 NO_SLOT = -1
-_UNNEEDED = 1 << 20  # rank of a block that this step does not need
+UNNEEDED = 1 << 20  # rank of a block that this step does not need
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,15 @@ class SlotTable:
         block = block_table.gather(1, column).flatten().long()
         rank, is_sink = rank.flatten(), is_sink.flatten()
         num_blocks = self.slot_of_block.shape[0] - 1
-        rank = torch.where((block > 0) & (block < num_blocks), rank, _UNNEEDED)
-        block = torch.where(rank < _UNNEEDED, block, num_blocks)  # masked entries go to the spare element
+        rank = torch.where((block > 0) & (block < num_blocks), rank, UNNEEDED)
+        block = torch.where(rank < UNNEEDED, block, num_blocks)  # masked entries go to the spare element
 
         # one entry for each distinct block: its lowest rank, and the first candidate that names it
-        best = torch.full_like(self.slot_of_block, _UNNEEDED).scatter_reduce(0, block, rank, "amin")
+        best = torch.full_like(self.slot_of_block, UNNEEDED).scatter_reduce(0, block, rank, "amin")
         index = torch.arange(block.shape[0], device=block.device)
         first = torch.full_like(self.slot_of_block, block.shape[0], dtype=torch.int64)
         first = first.scatter_reduce(0, block, index, "amin")
-        distinct = (first[block] == index) & (rank < _UNNEEDED)
+        distinct = (first[block] == index) & (rank < UNNEEDED)
         sink_block = torch.zeros_like(self.slot_of_block).scatter_reduce(0, block, is_sink.int(), "amax")
 
         levels = contract.depth + 2
@@ -210,15 +210,15 @@ class SlotTable:
         is_sink = exists & (start < contract.sink)
 
         # the smallest window that reaches the block: for reading history, and for the step that comes next
-        reading = torch.where(start < before, before + 1 - torch.minimum(end - 1, before - 1), _UNNEEDED)
-        writing = torch.where(end > before, after + 1 - torch.minimum(end - 1, after - 1), _UNNEEDED)
+        reading = torch.where(start < before, before + 1 - torch.minimum(end - 1, before - 1), UNNEEDED)
+        writing = torch.where(end > before, after + 1 - torch.minimum(end - 1, after - 1), UNNEEDED)
         reach = torch.minimum(reading, writing)
-        rank = torch.where(reach <= contract.window, 1 + torch.div(reach + p - 2, p, rounding_mode="floor"), _UNNEEDED)
+        rank = torch.where(reach <= contract.window, 1 + torch.div(reach + p - 2, p, rounding_mode="floor"), UNNEEDED)
         rank = torch.where(is_sink, 1, rank)
         tail = (start < after) & (after <= end)
         floor = (is_sink & (logical == 0)) | tail | (short & (end > before))
         rank = torch.where(floor, 0, rank)
-        return logical, torch.where(exists, rank, _UNNEEDED).int(), is_sink
+        return logical, torch.where(exists, rank, UNNEEDED).int(), is_sink
 
     def _set_limits(self, level: torch.Tensor, levels: int) -> None:
         contract, p = self.contract, self.contract.block_size

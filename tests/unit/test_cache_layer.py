@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm_oscar.attention import read_rows
-from vllm_oscar.cache_layer import CacheLayer
+from vllm_oscar.cache_layer import LS_KEY_GAIN, CacheLayer
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.page_layout import PageLayout, unpack
@@ -175,6 +175,8 @@ def test_key_encoder_can_be_overridden() -> None:
     assert CacheLayer.of(case.pair, case.layout, torch.bfloat16).key.encoder == "metric"
     cheap = CacheLayer.of(case.pair, case.layout, torch.bfloat16, "ls")
     assert (cheap.key.encoder, cheap.key.metric, cheap.value.encoder) == ("ls", None, "ls")
+    assert CacheLayer.of(case.pair, case.layout, torch.bfloat16).key.gain == 1.05
+    assert CacheLayer.of(case.pair, case.layout, torch.bfloat16, "ls").key.gain == LS_KEY_GAIN
     without = Case(encoder="ls")
     with pytest.raises(ConfigError, match="leave the option out"):
         CacheLayer.of(without.pair, without.layout, torch.bfloat16, "metric")

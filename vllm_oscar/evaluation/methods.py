@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
+from vllm_oscar.cache_layer import LS_KEY_GAIN
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
-
-LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder does
 
 
 @dataclass(frozen=True)

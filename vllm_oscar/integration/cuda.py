@@ -78,7 +78,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         self.segments = {
             window: Segments.allocate(scheduler.max_num_seqs, self.impl.num_kv_heads, device) for window in windows
         }
-        self._scratch: tuple[SlotTable, slots.SlotScratch] | None = None
+        self._scratch: tuple[int, SlotTable, slots.SlotScratch] | None = None  # with the pages' address
         self._reencode: encode_metric.ReencodeTable | None = None
 
     def build(
@@ -90,7 +90,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             common, decode_threshold=threshold, require_uniform=True
         )
         pages = impl.pages(self.layers[0].kv_cache)
-        table, scratch = self._table(pages.shape[0])
+        table, scratch = self._table(pages)
         seq_lens, starts = common.seq_lens, common.query_start_loc
         slots.allocate(
             table, scratch, common.block_table_tensor, seq_lens, starts, threshold, pages, impl.layout, impl.pool
@@ -141,11 +141,11 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             calls=calls,
         )
 
-    def _table(self, num_blocks: int) -> tuple[SlotTable, slots.SlotScratch]:
+    def _table(self, pages: torch.Tensor) -> tuple[SlotTable, slots.SlotScratch]:
         """The group's slots, and what else can only be made once vLLM has bound the pages."""
-        table = self.runtime.table(self.layer_names, num_blocks, self.device)
-        if self._scratch is None or self._scratch[0] is not table:
-            self._scratch = table, slots.SlotScratch.of(table)
+        table, address = self.runtime.table(self.layer_names, pages.shape[0], self.device), pages.data_ptr()
+        if self._scratch is None or self._scratch[0] != address or self._scratch[1] is not table:
+            self._scratch = address, table, slots.SlotScratch.of(table)
             metric = [layer for layer in self.layers if layer.impl.owns_cache and layer.impl.metric_tables is not None]
             if metric:
                 self._reencode = encode_metric.ReencodeTable.of(
@@ -154,7 +154,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
                     [layer.impl.metric_tables for layer in metric],
                     [layer.impl.cache_layer.key.gain for layer in metric],
                 )
-        return self._scratch
+        return self._scratch[1], self._scratch[2]
 
     @staticmethod
     def _prefill_lengths(common: "CommonAttentionMetadata", first: int, threshold: int) -> list[int]:

@@ -71,7 +71,6 @@ class OscarImpl(AttentionImpl[Any]):
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # this step's raw rows, kept for such a layer
         self.cache_layer: CacheLayer
         self.pool: HotPool
-        self._pages: tuple[int, torch.Tensor] | None = None
 
     @property
     def token_bytes(self) -> int:
@@ -123,19 +122,16 @@ class OscarImpl(AttentionImpl[Any]):
 
     def pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """vLLM's tensor uint8 (blocks, heads, P, bytes) as (blocks, heads, head_bytes), with its own strides."""
-        if self._pages is None or self._pages[0] != kv_cache.data_ptr():
-            blocks, heads, tokens, width = kv_cache.shape
-            if tokens != self.layout.block_size or width != self.token_bytes or kv_cache.stride(2) != width:
-                raise UnsupportedError(
-                    f"vLLM laid the KV cache out as {tuple(kv_cache.shape)}, strides {kv_cache.stride()}; OSCAR needs "
-                    f"blocks of {self.layout.block_size} tokens of {self.token_bytes} bytes: leave "
-                    "VLLM_KV_CACHE_LAYOUT and layers of other head sizes out"
-                )
-            pages = kv_cache.as_strided(
-                (blocks, heads, tokens * width), (kv_cache.stride(0), kv_cache.stride(1), 1), kv_cache.storage_offset()
+        blocks, heads, tokens, width = kv_cache.shape
+        if tokens != self.layout.block_size or width != self.token_bytes or kv_cache.stride(2) != width:
+            raise UnsupportedError(
+                f"vLLM laid the KV cache out as {tuple(kv_cache.shape)}, strides {kv_cache.stride()}; OSCAR needs "
+                f"blocks of {self.layout.block_size} tokens of {self.token_bytes} bytes: leave "
+                "VLLM_KV_CACHE_LAYOUT and layers of other head sizes out"
             )
-            self._pages = kv_cache.data_ptr(), pages
-        return self._pages[1]
+        return kv_cache.as_strided(
+            (blocks, heads, tokens * width), (kv_cache.stride(0), kv_cache.stride(1), 1), kv_cache.storage_offset()
+        )
 
     def step_rows(self, key: torch.Tensor, value: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This step's raw keys and values (tokens, KV heads, D): the layer's own, or those of the layer it shares."""

@@ -12,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_oscar.hot_pool import _UNNEEDED, HotPool, SlotTable
+from vllm_oscar.hot_pool import UNNEEDED, HotPool, SlotTable
 from vllm_oscar.page_layout import PageLayout
 
-_FAR = tl.constexpr(_UNNEEDED)
+_FAR = tl.constexpr(UNNEEDED)
 _NOBODY = tl.constexpr(2**31 - 1)
 _AGES = tl.constexpr(1 << 28)  # a slot's key is kind * _AGES + how recently it was needed
 _CANDIDATES = tl.constexpr(1024)  # that the planning program takes at a time
@@ -46,7 +46,7 @@ class SlotScratch:
     def of(cls, table: SlotTable) -> "SlotScratch":
         device, slots = table.limits.device, table.num_slots
         blocks = torch.empty((3, table.slot_of_block.shape[0]), dtype=torch.int32, device=device)
-        for row, neutral in zip(blocks, (_UNNEEDED, _NOBODY.value, 0), strict=True):
+        for row, neutral in zip(blocks, (UNNEEDED, _NOBODY.value, 0), strict=True):
             row.fill_(neutral)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
