@@ -87,33 +87,17 @@ class CpuImpl(OscarImpl):
         """Typed views of vLLM's tensor."""
         return self.layout.views(self.pages(kv_cache))
 
-    def forward(
+    def run(
         self,
-        layer: torch.nn.Module,
+        step: CpuMetadata,
+        kv_cache: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CpuMetadata | None,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write a step's tokens, then attend.
-
-        Args:
-            query: (tokens, query heads, D), after RoPE
-            key, value: (tokens, KV heads, D)
-            output: (tokens, query heads * D) or (tokens, query heads, D), written in place
-        """
-        assert output is not None and output_scale is None and output_block_scale is None
-        if attn_metadata is None:  # vLLM's profiling run
-            return output.zero_()
-        step, n = attn_metadata, attn_metadata.num_tokens
+        output: torch.Tensor,
+    ) -> None:
+        """See OscarImpl.run."""
         views = self.views(kv_cache)
-        query = query[:n].view(n, self.num_heads, self.head_size)
-        result = output[:n].view(n, self.num_heads, self.head_size)
-        key, value = self.step_rows(key, value, n)
         if self.owns_cache:
             self.runtime.counters.saturated_rows += self.cache_layer.write(
                 views, self.pool, key, value, step.slot_mapping, step.hot_slot_mapping
@@ -122,8 +106,7 @@ class CpuImpl(OscarImpl):
             start, end = step.query_start_loc[request : request + 2]
             if end > start:
                 rows = slice(start, end)
-                result[rows] = self._attend(views, step, request, after, query[rows], key[rows], value[rows])
-        return output
+                output[rows] = self._attend(views, step, request, after, query[rows], key[rows], value[rows])
 
     def _attend(
         self,

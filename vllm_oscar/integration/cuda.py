@@ -234,33 +234,17 @@ class CudaImpl(OscarImpl):
             encode_metric.workspace(layout, device),
         )
 
-    def forward(
+    def run(
         self,
-        layer: torch.nn.Module,
+        step: CudaMetadata,
+        kv_cache: torch.Tensor,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: CudaMetadata | None,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Write a step's tokens, then attend.
-
-        Args:
-            query: (tokens, query heads, D), after RoPE
-            key, value: (tokens, KV heads, D)
-            output: (tokens, query heads * D) or (tokens, query heads, D), written in place
-        """
-        assert output is not None and output_scale is None and output_block_scale is None
-        if attn_metadata is None:  # vLLM's profiling run
-            return output.zero_()
-        step, n = attn_metadata, attn_metadata.num_tokens
+        output: torch.Tensor,
+    ) -> None:
+        """See OscarImpl.run."""
         pages = self.pages(kv_cache)
-        query = query[:n].view(n, self.num_heads, self.head_size)
-        result = output[:n].view(n, self.num_heads, self.head_size)
-        key, value = self.step_rows(key, value, n)
         if self.owns_cache:
             self._write(pages, step, key, value)
         if step.num_decodes:
@@ -280,7 +264,7 @@ class CudaImpl(OscarImpl):
                 self.soft_cap,
                 self.sliding_window,
                 self.workspaces.decode,
-                result[asked],
+                output[asked],
             )
         if step.calls:
             prefill(
@@ -295,13 +279,12 @@ class CudaImpl(OscarImpl):
                 self.restore_tables,
                 step.calls[self.sliding_window],
                 self.workspaces.prefill,
-                result,
+                output,
                 self.scale,
                 self.soft_cap,
                 self.sliding_window,
                 self.attention,
             )
-        return output
 
     def _write(self, pages: torch.Tensor, step: CudaMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
         """Prefills encode keys in the metric at once. A decode step cannot hide the encoder's chain of dependent

@@ -1,5 +1,6 @@
 """The attention layer, as far as CPU and GPU share it: what vLLM hands over, what is loaded, how pages are viewed."""
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ def torch_defaults() -> Iterator[None]:
 
 
 class OscarImpl(AttentionImpl[Any]):
-    """One layer. Subclasses add `forward`. The constructor's signature is vLLM's.
+    """One layer. Subclasses add `run`. The constructor's signature is vLLM's.
 
     Attributes:
         layout: of the layer's pages
@@ -132,6 +133,54 @@ class OscarImpl(AttentionImpl[Any]):
         return kv_cache.as_strided(
             (blocks, heads, tokens * width), (kv_cache.stride(0), kv_cache.stride(1), 1), kv_cache.storage_offset()
         )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write a step's tokens, then attend. The signature is vLLM's.
+
+        Args:
+            query: (tokens, query heads, D), after RoPE
+            key, value: (tokens, KV heads, D)
+            output: (tokens, query heads * D) or (tokens, query heads, D), written in place
+        """
+        assert output is not None and output_scale is None and output_block_scale is None
+        if attn_metadata is None:  # vLLM's profiling run
+            return output.zero_()
+        n = attn_metadata.num_tokens
+        shape = (n, self.num_heads, self.head_size)
+        rows = self.step_rows(key, value, n)
+        self.run(attn_metadata, kv_cache, query[:n].view(shape), *rows, output[:n].view(shape))
+        return output
+
+    @abstractmethod
+    def run(
+        self,
+        step: Any,
+        kv_cache: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
+        """Write a step's tokens where the layer owns its cache, then attend.
+
+        Args:
+            step: the platform's metadata
+            kv_cache: vLLM's tensor, see `pages`
+            query: (tokens, query heads, D), without padding
+            key, value: (tokens, KV heads, D)
+            output: like query, written
+        """
 
     def step_rows(self, key: torch.Tensor, value: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         """This step's raw keys and values (tokens, KV heads, D): the layer's own, or those of the layer it shares."""
