@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, AttentionType, MultipleOf
 
 from vllm_oscar.config import UNVERIFIED_CUDA
-from vllm_oscar.errors import UnsupportedError
+from vllm_oscar.integration.refusal import refuse
 from vllm_oscar.integration.seams import DTYPE
 from vllm_oscar.page_layout import HEAD_SIZES
 
@@ -80,11 +80,6 @@ def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
         selected_backend: what --attention-backend named, or None
         selector: vLLM's AttentionSelectorConfig
     """
-
-    def refuse(condition: Any, what: str, instead: str = "use --kv-cache-dtype fp8 or auto") -> None:
-        if condition:
-            raise UnsupportedError(f"--kv-cache-dtype {DTYPE} does not support {what}; {instead}")
-
     refuse(
         current_platform.is_cuda() and os.environ.get(UNVERIFIED_CUDA) != "1",
         "GPUs yet: the kernels pass their tests on an H200, but have not run inside vLLM there",

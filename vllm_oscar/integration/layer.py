@@ -14,7 +14,10 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.hot_pool import HotPool
+from vllm_oscar.integration.refusal import refuse
 from vllm_oscar.integration.runtime import OscarRuntime
+
+BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
 
 
 @contextmanager
@@ -50,11 +53,9 @@ class OscarImpl(AttentionImpl[Any]):
         kv_sharing_target_layer_name: str | None = None,
         **extra: Any,
     ) -> None:
-        if alibi_slopes is not None:
-            raise UnsupportedError("--kv-cache-dtype oscar does not support ALiBi; use --kv-cache-dtype auto")
+        refuse(alibi_slopes is not None, "ALiBi", BF16)
         given = sorted(name for name, value in extra.items() if value is not None)
-        if given:
-            raise UnsupportedError(f"--kv-cache-dtype oscar does not support {given}; use --kv-cache-dtype auto")
+        refuse(given, str(given), BF16)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -202,11 +203,6 @@ def refuse_unsupported_layer(module: torch.nn.Module, head_size: int) -> None:
     from vllm.model_executor.layers.attention import Attention
 
     layer_class: Any = type(module)
-    if layer_class.get_kv_cache_spec is not Attention.get_kv_cache_spec:
-        raise UnsupportedError(
-            f"--kv-cache-dtype oscar does not support {layer_class.__name__} layers; use --kv-cache-dtype auto"
-        )
-    if getattr(module, "head_size_v", head_size) != head_size:
-        raise UnsupportedError(
-            "--kv-cache-dtype oscar does not support values of another size than keys; use --kv-cache-dtype auto"
-        )
+    own_cache = layer_class.get_kv_cache_spec is not Attention.get_kv_cache_spec
+    refuse(own_cache, f"{layer_class.__name__} layers", BF16)
+    refuse(getattr(module, "head_size_v", head_size) != head_size, "values of another size than keys", BF16)

@@ -5,6 +5,7 @@ a process may hold several engines and nothing of ours is global.
 """
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.integration.refusal import refuse
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
 
@@ -244,8 +246,6 @@ def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         return int(cache.gpu_memory_utilization * total) - torch.cuda.memory_allocated(device)
-    import os
-
     import psutil
     from vllm.platforms import current_platform
 
@@ -255,16 +255,10 @@ def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:
 
 def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     """Engine features that would give wrong answers with an INT2 cache. Refused at start-up."""
-
-    def refuse(condition: Any, what: str, instead: str) -> None:
-        if condition:
-            raise UnsupportedError(f"--kv-cache-dtype oscar does not support {what}; {instead}")
-
     refuse(
         # vLLM sizes their blocks after the layers are built, from BF16-like pages: neither is ours
         getattr(getattr(vllm_config, "model_config", None), "is_hybrid", False),
         "hybrid models (Mamba or linear attention beside attention) yet",
-        "use --kv-cache-dtype fp8 or auto",
     )
     parallel = vllm_config.parallel_config
     method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
