@@ -4,6 +4,7 @@ vLLM's engine core runs inside the test's process, so hooks see every step and s
 between two runs of one engine.
 """
 
+import json
 import os
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -155,9 +156,25 @@ class Engine:
         return self.impls[0].runtime
 
 
-def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) of each row of log probabilities, float32 (rows,)."""
-    return (p.exp() * (p - q)).sum(-1)
+TINY = {
+    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "initializer_range": 0.1, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Callable[[Mapping[str, Any]], Path]:
+    """Folder of a small model with random weights: TINY with what the configuration says beside or instead."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def make(config: Mapping[str, Any]) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(TINY | dict(config)))
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
 
 
 @pytest.fixture(scope="session")

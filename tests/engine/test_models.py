@@ -7,14 +7,12 @@ of a prompt that is prefilled in chunks, in nats.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.shapes import random_sidecar
 
@@ -23,11 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.engine
 TOKENS, CHUNK = 150, 40
-COMMON = {
-    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "num_hidden_layers": 4, "vocab_size": 512, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0, "initializer_range": 0.1, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
-}  # fmt: skip
 GEMMA2 = {
     "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh",
     "attn_logit_softcapping": 2.0, "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 64, "sliding_window": 48,
@@ -59,15 +52,13 @@ def log_probabilities(engine: Engine) -> torch.Tensor:
     ids=["gemma2", "mistral", "float16", "gqa16", "float32-head80", "skip-layers"],
 )
 def test_a_cache_that_reads_only_copies_is_exact(
-    tmp_path: Path, any_engine: Callable[..., Engine], config: dict[str, Any], options: dict[str, Any]
+    tiny_model: Callable[..., Path], any_engine: Callable[..., Engine], config: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(COMMON | config))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path)).save_pretrained(tmp_path)
+    folder = tiny_model(config)
     common = {"skip_tokenizer_init": True, "dtype": options.get("dtype", "bfloat16"), "block_size": 32}
-    exact = log_probabilities(any_engine(tmp_path, None, kv_cache_dtype="auto", **common))
+    exact = log_probabilities(any_engine(folder, None, kv_cache_dtype="auto", **common))
     copies = {"sink": 16, "window": 256}
-    ours = log_probabilities(any_engine(tmp_path, random_sidecar(tmp_path), copies, **common | options))
+    ours = log_probabilities(any_engine(folder, random_sidecar(folder), copies, **common | options))
     kl = (exact.exp() * (exact - ours)).sum(-1)
     spread = exact.std(0).mean()  # positions differ, or the comparison says nothing
     print(f"mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}, spread {float(spread):.2g}")
