@@ -9,12 +9,14 @@ looked at. Everything else (prefill, short requests) runs as users run it.
 """
 
 import argparse
+import contextlib
 import csv
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +25,14 @@ DECODE = [(8, 1024), (32, 4096), (8, 32768), (4, 100000)]
 
 
 def pretend_computed(llm: Any) -> None:
-    """From now on, all but the last token of a new request count as computed, in fresh blocks."""
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-
+    """From now on, a new request's tokens but the last few count as computed; their blocks come with its first step."""
     manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
     block_size = llm.llm_engine.vllm_config.cache_config.block_size
-
     original = manager.get_computed_blocks
 
     def get_computed_blocks(request: Any) -> tuple[Any, ...]:
-        count = (request.num_tokens - 1) // block_size
-        _, _, *rest = original(request)  # what else a version returns
-        return KVCacheBlocks((manager.block_pool.get_new_blocks(count),)), count * block_size, *rest
+        none, _, *rest = original(request)  # what else a version returns
+        return none, (request.num_tokens - 1) // block_size * block_size, *rest
 
     manager.get_computed_blocks = get_computed_blocks
 
@@ -50,28 +48,51 @@ def zero_cache(llm: Any) -> None:
                 pool.words.zero_()
 
 
-def decode_step(llm: Any, batch: int, context: int, steps: int = 40) -> float:
-    """Milliseconds of a decode step."""
-    import torch
+@contextlib.contextmanager
+def decoding(llm: Any, batch: int, context: int, answer: int) -> Iterator[Callable[[], object]]:
+    """A batch in the middle of its answers; yields the function that makes one decode step."""
     from vllm import SamplingParams
 
     zero_cache(llm)
     engine = llm.llm_engine
-    sampling = SamplingParams(temperature=0, max_tokens=steps + 40, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
     for i in range(batch):
         prompt = {"prompt_token_ids": [(i * 7 + j) % 1000 + 5 for j in range(context)]}
         engine.add_request(f"{batch}x{context}-{i}-{time.time()}", prompt, sampling)
     for _ in range(24):  # all admitted, and the clocks up
         engine.step()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(steps):
-        engine.step()
-    torch.cuda.synchronize()
-    elapsed = time.perf_counter() - start
+    yield engine.step
     while engine.has_unfinished_requests():
         engine.step()
-    return elapsed / steps * 1e3
+
+
+def decode_step(llm: Any, batch: int, context: int, steps: int = 40) -> float:
+    """Milliseconds of a decode step."""
+    import torch
+
+    with decoding(llm, batch, context, steps + 40) as step:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps * 1e3
+
+
+def profile(llm: Any, batch: int, context: int, steps: int = 10) -> None:
+    """Print the kernels of a decode step, the longest first."""
+    import torch
+
+    trace = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with decoding(llm, batch, context, 80) as step, trace:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    kernels = sorted(trace.key_averages(), key=lambda k: -k.self_device_time_total)
+    print(f"-- {batch} x {context}: kernels of a step")
+    for kernel in kernels[:25]:
+        total, count = kernel.self_device_time_total / steps, kernel.count / steps
+        print(f"{total:9.1f} us  {count:6.1f} times  {total / max(count, 1e-9):8.2f} us  {kernel.key[:90]}", flush=True)
 
 
 def timed_generate(llm: Any, batch: int, prompt: int, answer: int, repeats: int) -> float:
@@ -132,14 +153,17 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         row("8 x (1024 in, 128 out)", timed_generate(llm, 8, 1024, 128, 3), "ms")
     if "prefill" in args.parts:
         row("prefill 32768", timed_generate(llm, 1, 32768, 1, 3), "ms")
+    pretend_computed(llm)
+    most = tokens // 100128
     if "decode" in args.parts:
-        pretend_computed(llm)
-        most = tokens // 100128
         for batch, context in [*DECODE, (most, 100000)]:
             if batch * (context + 128) <= tokens and batch <= 64:
                 step = decode_step(llm, batch, context)
                 row(f"decode {batch} x {context}", step, "ms")
         row("throughput at 100000", most / step * 1e3, "tokens/s")
+    if "profile" in args.parts:
+        profile(llm, 8, 1024)
+        profile(llm, 4, 100000)
     row("memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
     return rows
 
@@ -148,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--dtypes", nargs="+", default=["auto", "oscar"])
-    parser.add_argument("--parts", nargs="+", default=["short", "prefill", "decode"])
+    parser.add_argument("--parts", nargs="+", default=["short", "prefill", "decode"], help="also: profile")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--oscar", default="{}", help="oscar options, JSON")
     parser.add_argument("--root", default="/tmp/oscar-bench")
