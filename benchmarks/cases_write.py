@@ -167,9 +167,11 @@ def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: Metric
     block_table = torch.arange(1, pages.shape[0], dtype=torch.int32, device=device)[None]
     seq_lens = torch.tensor([n + 1], dtype=torch.int32, device=device)
     query_start_loc = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    for first in (2, *range(1 - BATCH, n, BATCH)):  # where the window begins; at 2 another layer is due
-        table.limits[1] = n + 1 - first
-        reencode(layers, case.layout, table, block_table, seq_lens, query_start_loc, 1, scratch)
+    steps = 4
+    # the token at which the window begins at the last of these steps; at 5 other layers are due
+    for last in (5, *range(1 - BATCH, n, BATCH)):
+        table.limits[1] = n + steps - last
+        reencode(layers, case.layout, table, block_table, seq_lens, query_start_loc, 1, steps, scratch)
 
 
 def gpu_cases() -> list[Case]:

@@ -132,7 +132,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         max_model_len=131072,
         max_num_seqs=64,
         max_num_batched_tokens=args.chunk,
-        kv_cache_memory_bytes=H100_KV_BYTES,
+        kv_cache_memory_bytes=None if args.utilization else H100_KV_BYTES,
+        gpu_memory_utilization=args.utilization or 0.9,
         enable_prefix_caching=False,
         seed=0,
         **options,
@@ -153,6 +154,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         row("8 x (1024 in, 128 out)", timed_generate(llm, 8, 1024, 128, 3), "ms")
     if "prefill" in args.parts:
         row("prefill 32768", timed_generate(llm, 1, 32768, 1, 3), "ms")
+    if "long" in args.parts:
+        row("100000 in, 8 out", timed_generate(llm, 1, 100000, 8, 1), "ms")
     pretend_computed(llm)
     most = tokens // 100128
     if "decode" in args.parts:
@@ -172,15 +175,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--dtypes", nargs="+", default=["auto", "oscar"])
-    parser.add_argument("--parts", nargs="+", default=["short", "prefill", "decode"], help="also: profile")
+    parser.add_argument("--parts", nargs="+", default=["short", "prefill", "decode"], help="also: profile, long")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
+    parser.add_argument("--utilization", type=float, help="gpu_memory_utilization, instead of an H100's KV memory")
     parser.add_argument("--oscar", default="{}", help="oscar options, JSON")
     parser.add_argument("--root", default="/tmp/oscar-bench")
     parser.add_argument("--out", default="engine.csv")
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.dtype:
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_OSCAR_UNVERIFIED_CUDA="1")
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         rows = measure(args)
         with open(args.out, "a", newline="") as file:
             csv.DictWriter(file, ["dtype", "what", "value", "unit"]).writerows(rows)

@@ -114,7 +114,7 @@ def reencoding(requests: int, head_size: int = 128, heads: int = 8, layers: int 
         yield {
             "what": f"reencode, {due} of {layers} layers due",
             "shape": shape,
-            "us": graph_time([lambda: reencode(every, layout, table, block_table, after, starts, 1, space)]),
+            "us": graph_time([lambda: reencode(every, layout, table, block_table, after, starts, 1, 1, space)]),
         }
 
 

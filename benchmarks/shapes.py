@@ -38,12 +38,23 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
 }
+# changes that make "tiny" one with a soft cap, and a window in every other layer
+GEMMA2: dict[str, object] = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "attn_logit_softcapping": 30.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 128,
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 
 
 def model_folder(shape: str, root: Path, **changes: object) -> Path:
     """A folder with config.json (no weights: serve with --load-format dummy) and a sidecar in its oscar/ folder."""
     config = {**SHAPES[shape], **changes}
-    folder = root / "-".join([shape, *(f"{k}{v}" for k, v in changes.items())])
+    folder = root / "-".join([shape, *(f"{k}{v}" for k, v in changes.items() if isinstance(v, int))])
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

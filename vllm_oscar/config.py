@@ -15,7 +15,6 @@ from typing import Any
 from vllm_oscar.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "VLLM_OSCAR_CONFIG"
-UNVERIFIED_CUDA = "VLLM_OSCAR_UNVERIFIED_CUDA"  # goes away when benchmarks/verify_engine.py has passed on a GPU
 KEY_ENCODERS = ("ls", "metric")
 
 

@@ -18,6 +18,7 @@ from benchmarks.shapes import liven, model_folder, random_sidecar  # noqa: E402
 from benchmarks.verify_engine import check_layers, prompts  # noqa: E402
 from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
 from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402
+from vllm_oscar.integration.warm_up import warm_up  # noqa: E402
 
 
 def main(root: Path) -> None:
@@ -40,6 +41,8 @@ def main(root: Path) -> None:
         num_gpu_blocks_override=64,
         additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 32}},
     )
+    warm_up(llm.llm_engine.vllm_config)
+    print("warmed up", flush=True)
     llm.apply_model(liven)
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     for batch in (prompts(2, 20), prompts(1, 110), [*prompts(2, 30, 5), *prompts(1, 70, 9)]):

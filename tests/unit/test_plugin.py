@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from vllm_oscar import plugin
-from vllm_oscar.config import UNVERIFIED_CUDA
 from vllm_oscar.errors import UnsupportedError, VllmVersionError
 from vllm_oscar.page_layout import PageLayout
 
@@ -157,11 +156,12 @@ def test_pages_have_the_size_of_the_layout(head_size: int, ratio: float) -> None
     from vllm_oscar.integration.seams import page_spec
 
     layout = PageLayout(head_size, 32)
-    sizes: dict[str, Any] = {"block_size": 32, "num_kv_heads": 3, "head_size": head_size, "dtype": torch.bfloat16}
+    # vLLM gives layers with a sliding window blocks of their own
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 3, "head_size": head_size, "dtype": torch.bfloat16}
     for spec in (FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=128)):
-        ours = page_spec(spec, layout.token_bytes)
+        ours = page_spec(spec, layout.block_size, layout.token_bytes)
         assert ours.page_size_bytes == layout.page_bytes(3)
-        assert spec.page_size_bytes / ours.page_size_bytes == pytest.approx(ratio)
+        assert 2 * spec.page_size_bytes / ours.page_size_bytes == pytest.approx(ratio)
         assert type(ours) is type(spec)
         assert ours.block_size == 32
 
@@ -262,16 +262,38 @@ def test_layers_that_mask_in_their_own_way_are_refused(name: str) -> None:
         refuse_unsupported_layer(uneven, 64)
 
 
-def test_gpus_are_refused_until_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_without_bf16_tensor_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_oscar.integration import backend
 
-    platform = SimpleNamespace(is_cuda=lambda: True, is_cpu=lambda: False, device_name="cuda")
-    monkeypatch.setattr(backend, "current_platform", platform)
-    monkeypatch.delenv(UNVERIFIED_CUDA, raising=False)
-    with pytest.raises(UnsupportedError, match="have not run inside vLLM there; use --kv-cache-dtype fp8"):
+    def gpu(capability: tuple[int, int]) -> Any:
+        return SimpleNamespace(
+            is_cuda=lambda: True,
+            is_cpu=lambda: False,
+            device_name="cuda",
+            has_device_capability=lambda least: capability >= least,
+        )
+
+    monkeypatch.setattr(backend, "current_platform", gpu((7, 5)))
+    with pytest.raises(UnsupportedError, match=r"older than compute capability 8\.0"):
         backend.refuse_unsupported(None, selector())
-    monkeypatch.setenv(UNVERIFIED_CUDA, "1")
+    monkeypatch.setattr(backend, "current_platform", gpu((8, 0)))
     backend.refuse_unsupported(None, selector())
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [(None, 64), (16, 16)])
+def test_on_gpus_the_layers_are_built_for_blocks_of_64_unless_asked_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, chosen: int
+) -> None:
+    """vLLM asks the backend only after the layers exist."""
+    from vllm.config import CacheConfig
+
+    from vllm_oscar.integration import backend, runtime
+
+    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    cache = CacheConfig(block_size=asked)
+    runtime.choose_block_size(cache)
+    assert cache.block_size == chosen
+    assert chosen == asked or backend.OscarBackend.get_preferred_block_size(16) == chosen
 
 
 @pytest.mark.parametrize(("ranks", "rank", "heads"), [(1, 0, [0, 1, 2, 3]), (2, 1, [2, 3]), (4, 2, [2]), (8, 5, [2])])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from vllm_oscar import __version__
-from vllm_oscar.config import UNVERIFIED_CUDA, OscarConfig
+from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import OscarError
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
@@ -54,10 +54,14 @@ def environment() -> Iterator[Finding]:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-        if os.environ.get(UNVERIFIED_CUDA) == "1":
-            yield Finding("device", "warn", f"{name}: kernels that have not been verified inside vLLM yet")
+        if major < 8:
+            yield Finding("device", "fail", f"{name}: refused, tensor cores for BF16 came with 8.0 (Ampere)")
+        elif (major, minor) != (9, 0):
+            yield Finding(
+                "device", "warn", f"{name}: the kernels were run on 9.0 (Hopper) only; benchmarks/verify_gpu.py"
+            )
         else:
-            yield Finding("device", "fail", f"{name}: refused until verified; use vLLM's CPU build, or fp8 on the GPU")
+            yield Finding("device", "ok", name)
     else:
         yield Finding("device", "ok", "no GPU: the CPU platform runs the torch reference, complete but slow")
     yield _checked("options", lambda: f"outside of --additional-config: {OscarConfig.parse(None)}")

@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from vllm_oscar.hot_pool import SlotTable
+from vllm_oscar.integration import seams, warm_up
 from vllm_oscar.integration.flash import attention_for
 from vllm_oscar.integration.layer import OscarImpl
 from vllm_oscar.integration.runtime import OscarRuntime
@@ -27,6 +28,7 @@ from vllm_oscar.kernels.write import WriteTables, write
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
+_REENCODE_EVERY = 8  # steps
 _HISTORY_ROWS = 32768  # keys that a prefill restores at a time; 128 MiB at 8 heads of 128
 
 
@@ -68,6 +70,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = OscarRuntime.shared(vllm_config)
+        self.runtime.builders[layer_names[0]] = self
         self._init_reorder_batch_threshold(self.runtime.decode_threshold)
         context = vllm_config.compilation_config.static_forward_context
         self.layers: list[Any] = [context[name] for name in layer_names]
@@ -80,6 +83,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         }
         self._scratch: tuple[int, SlotTable, slots.SlotScratch] | None = None  # with the pages' address
         self._reencode: encode_metric.ReencodeTable | None = None
+        self._steps = 0
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: "CommonAttentionMetadata", fast_build: bool = False
@@ -95,7 +99,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         slots.allocate(
             table, scratch, common.block_table_tensor, seq_lens, starts, threshold, pages, impl.layout, impl.pool
         )
-        if self._reencode is not None:
+        if self._reencode is not None and self._steps % _REENCODE_EVERY == 0:
             encode_metric.reencode(
                 self._reencode,
                 impl.layout,
@@ -104,8 +108,10 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
                 seq_lens,
                 starts,
                 threshold,
+                _REENCODE_EVERY,
                 impl.workspaces.encoder,
             )
+        self._steps += 1
         num_tokens = common.num_actual_tokens
         slot_mapping = common.slot_mapping[:num_tokens]
         slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping)
@@ -196,6 +202,7 @@ class CudaImpl(OscarImpl):
 
     def _load(self, name: str, module: torch.nn.Module) -> None:
         super()._load(name, module)
+        seams.warm_up_with(warm_up.warm_up)
         device, dtype = self.pool.words.device, self.runtime.dtype
         key, value = self.cache_layer.key, self.cache_layer.value
         self.decode_tables = DecodeTables.of(key.transform, value.transform)

@@ -14,6 +14,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.refusal import refuse
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
@@ -66,6 +67,7 @@ class OscarRuntime:
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
         refuse_unsupported_engine(vllm_config)
+        choose_block_size(vllm_config.cache_config)
         self.vllm_config = vllm_config
         self.config = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
         self.sidecar = self._sidecar()
@@ -78,6 +80,7 @@ class OscarRuntime:
         self.num_slots = 0  # of each layer's pool; known once every layer exists
         self.pool_bytes = 0
         self.workspaces: dict[tuple[int, ...], Any] = {}  # buffers that layers of one shape share, on GPUs
+        self.builders: dict[str, Any] = {}  # of the KV-cache groups, by their first layer, on GPUs
         self._tables: dict[str, SlotTable] = {}
         self._watched = 0
         self._pending: tuple[torch.Tensor, torch.Event | None] | None = None
@@ -181,6 +184,10 @@ class OscarRuntime:
             self._tables[name] = table
         return table
 
+    def forget_slots(self) -> None:
+        """Start over with empty slot tables."""
+        self._tables.clear()
+
     def watch(self) -> None:
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
         at the device's counters now and then, without waiting for it."""
@@ -236,6 +243,15 @@ def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:
 
     layers = vllm_config.compilation_config.static_forward_context.values()
     return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), OscarImpl)]
+
+
+def choose_block_size(cache_config: Any) -> None:
+    """Set the block size that the layers are built for, unless the user did.
+
+    vLLM asks the backend too (Platform.update_block_size_for_backend), but after the layers are loaded.
+    """
+    if not cache_config.user_specified_block_size:
+        cache_config.block_size = OscarBackend.get_preferred_block_size(cache_config.block_size)
 
 
 def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:

@@ -9,6 +9,7 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 | its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | the same call |
 | choice of the backend | `current_platform.get_attn_backend_cls` | the same |
 | size of a page | `Attention.get_kv_cache_spec` | the same |
+| compilation before serving, on GPUs | `vllm.v1.worker.gpu_worker.kernel_warmup` | the same |
 """
 
 import functools
@@ -139,20 +140,48 @@ def size_pages() -> Callable[[], None]:
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)  # type: ignore[misc]
         if self.kv_cache_dtype == DTYPE and spec is not None:
-            return page_spec(spec, self.impl.token_bytes)
+            return page_spec(spec, self.impl.layout.block_size, self.impl.token_bytes)
         return spec
 
     return lambda: setattr(Attention, "get_kv_cache_spec", get_kv_cache_spec)
 
 
-def page_spec(spec: Any, token_bytes: int) -> Any:
-    """vLLM's spec of a layer with `token_bytes` bytes for each token and KV head.
+def warm_up_with(callback: Callable[[Any], None]) -> None:
+    """vLLM warms kernels up once the pages exist, before it captures graphs and reports healthy: so do ours.
+
+    Crossed by the first layer on a GPU rather than by `install`: the module belongs to workers, and is large.
+
+    Args:
+        callback: takes the worker's VllmConfig
+    """
+    from vllm.v1.worker import gpu_worker
+
+    original = getattr(gpu_worker, "kernel_warmup", None)
+    _expect(callable(original), "vllm.v1.worker.gpu_worker.kernel_warmup")
+    if hasattr(original, DTYPE):
+        return
+
+    @functools.wraps(original)  # type: ignore[arg-type]
+    def kernel_warmup(worker: Any) -> None:
+        original(worker)  # type: ignore[misc]
+        if worker.vllm_config.cache_config.cache_dtype == DTYPE:
+            callback(worker.vllm_config)
+
+    setattr(kernel_warmup, DTYPE, True)
+    gpu_worker.kernel_warmup = kernel_warmup  # type: ignore[attr-defined]
+
+
+def page_spec(spec: Any, block_size: int, token_bytes: int) -> Any:
+    """vLLM's spec of a layer with blocks of `block_size` tokens, `token_bytes` bytes for each token and KV head.
+
+    All our layers have blocks of one size: vLLM's own choice for layers with a sliding window may differ.
 
     From 0.28 on a spec can say so itself. Before, a page of uint8 "keys" and "values" of half as many channels each
     has the same size, and the real head size is the layer's business.
     """
     from dataclasses import replace
 
+    spec = replace(spec, block_size=block_size, dtype=torch.uint8, page_size_padded=None)
     if "state_content_bytes" in type(spec).__dataclass_fields__:
-        return replace(spec, dtype=torch.uint8, state_content_bytes=token_bytes)
-    return replace(spec, dtype=torch.uint8, head_size=token_bytes // 2, head_size_v=token_bytes // 2)
+        return replace(spec, state_content_bytes=token_bytes)
+    return replace(spec, head_size=token_bytes // 2, head_size_v=token_bytes // 2)

@@ -22,6 +22,8 @@ import triton.language as tl
 
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.kernels import merge as merging
+from vllm_oscar.kernels import prepare as preparing
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, programs_per_wave, tile_tokens
@@ -232,7 +234,7 @@ def _slot(copies, token, origin, end, SINKS: tl.constexpr):
     return tl.load(copies + entry, mask=(token < end) & ((token < SINKS) | (token >= origin)), other=-1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     folded, sums_ptr, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial, lse, cap,
     page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
@@ -415,6 +417,22 @@ def column_tiles(q_len: int, ratio: int) -> tuple[int, int]:
     columns = q_len * ratio
     n = 8 if columns <= 8 else 16
     return n, triton.cdiv(columns, n)
+
+
+def compiled_for(seqs: int, q_len: int, segments: int, heads: int, ratio: int, head_size: int) -> tuple[int, ...]:
+    """What the kernels are specialised on that depends on the batch: batches with equal values share compiled code.
+
+    Args:
+        segments: rows of the batch's segment table
+        ratio: query heads of a KV head
+    """
+    n, tiles = column_tiles(q_len, ratio)
+    columns = triton.next_power_of_2(min(n, q_len * ratio))
+    return (
+        *preparing.shares(seqs, heads * tiles),
+        *merging.shares(seqs, heads * tiles, columns, triton.next_power_of_2(head_size), segments),
+        triton.next_power_of_2(seqs),
+    )
 
 
 @dataclass(frozen=True)

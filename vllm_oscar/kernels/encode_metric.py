@@ -323,7 +323,7 @@ def _store(
     tl.store(proof[:, None] + g[None, :], meta, mask=kept[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _encode_written(
     transformed, pages, words, slot_mapping, hot_slot_mapping, saturated, products, inside, ones, total, scratch,
     tokens, heads, gain, page_block, page_head, word_slot, word_head,
@@ -445,27 +445,29 @@ def _pointer(pointers, layer, which: tl.constexpr, dtype: tl.constexpr):
     return tl.multiple_of(tl.load(pointers + layer * 7 + which).to(tl.pointer_type(dtype)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["items", "table_stride"])
 def _reencode(
     pointers, gains, block_table, seq_lens, query_start_loc, slot_of_block, limits, scratch,
-    items, layers, heads, threshold, table_stride, page_block, page_head, row_slot, row_head, word_slot, word_head,
+    items, layers, heads, threshold, steps, table_stride,
+    page_block, page_head, row_slot, row_head, word_slot, word_head,
     D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr, META: tl.constexpr,
     META_BYTES: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """grid (programs): each takes every programs-th item of (request, which of its due layers, head)."""
     scratch += tl.program_id(0) * (ROWS * (2 * D + BLOCK))
     window = tl.load(limits + 1)
-    due = (layers + ROWS - 1) // ROWS * threshold  # most that a request has in a step
+    most = threshold * steps  # tokens that a request pushes out of its window until the next call
+    due = (layers + ROWS - 1) // ROWS * most
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         h = item % heads
         nth = item // heads % due
         request = item // heads // due
         query = tl.load(query_start_loc + request + 1) - tl.load(query_start_loc + request)
         before = tl.load(seq_lens + request) - query
-        ahead = nth % threshold  # of the step's tokens, each of which pushes one token out of the window
+        ahead = nth % most
         first = before + 1 - window + ahead
-        layer = (first + ROWS * (1 << 20)) % ROWS + nth // threshold * ROWS
-        if (ahead < query) & (query <= threshold) & (layer < layers) & (first + ROWS > 0):
+        layer = (first + ROWS * (1 << 20)) % ROWS + nth // most * ROWS
+        if (ahead < query * steps) & (query <= threshold) & (layer < layers) & (first + ROWS > 0):
             pages = _pointer(pointers, layer, 0, tl.uint8)
             rows = _pointer(pointers, layer, 1, ROW)
             words = _pointer(pointers, layer, 2, tl.int32)
@@ -505,22 +507,25 @@ def reencode(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     decode_threshold: int,
+    steps: int,
     scratch: torch.Tensor,
 ) -> None:
     """Before a step's forward: encode keys of decoding requests again before their copies leave the window.
 
     The tokens go in batches of 32; a layer is due for a request when its window's first token is at the layer's
-    number modulo 32, so a step has about one layer in 32 to do. Only rows with a proven copy are touched.
+    number modulo 32, so a step has about one layer in 32 to do. The encoder takes as long for one row as for a
+    thousand: whoever calls lets some steps pass between two calls. Only rows with a proven copy are touched.
 
     Args:
         block_table, seq_lens, query_start_loc: the step's, as for SlotTable.allocate
+        steps: until the next call; what becomes due in the meantime is done now
         scratch: see `workspace`
     """
     layers = table.pointers.shape[0]
-    items = seq_lens.shape[0] * triton.cdiv(layers, BATCH) * decode_threshold * table.heads
+    items = seq_lens.shape[0] * triton.cdiv(layers, BATCH) * decode_threshold * steps * table.heads
     _reencode[(min(items, scratch.shape[0]),)](
         table.pointers, table.gains, block_table, seq_lens, query_start_loc, slots.slot_of_block, slots.limits,
-        scratch, items, layers, table.heads, decode_threshold, block_table.stride(0), *table.page_strides,
+        scratch, items, layers, table.heads, decode_threshold, steps, block_table.stride(0), *table.page_strides,
         *table.row_strides, *table.word_strides,
         D=layout.head_size, P=layout.block_size, GROUPS=layout.groups, VALUE_CODES=layout.value_codes_offset,
         META=layout.meta_offset, META_BYTES=layout.meta_bytes, UNITS_PAD=units_padded(layout),

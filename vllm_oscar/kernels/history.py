@@ -157,7 +157,7 @@ class RestoreTables:
         return cls(torch.stack([key.mean, value.mean]).float(), torch.stack([key.inverse, value.inverse]).to(dtype))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _restore(
     tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, inverse, out,
     key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot, word_head,

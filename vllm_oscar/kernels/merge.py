@@ -15,7 +15,7 @@ from vllm_oscar.kernels.segments import Segments
 _SMALL = 512  # (sequence, KV head, column tile) triples up to which every sequence has programs of its own
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqs"])
 def _merge(
     partial, lse, first, inverse, mean, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
@@ -75,6 +75,23 @@ def _merge(
     tl.store(target[None, :] + e[:, None], x.to(out.dtype.element_ty), mask=kept[None, :] & (e < D)[:, None])
 
 
+def shares(seqs: int, places: int, columns: int, padded: int, segments: int) -> tuple[int, int, int]:
+    """Sequences, channels of the output and segments at a time of a program.
+
+    Args:
+        places: KV heads times column tiles
+        columns, padded: used columns of a tile, and D, as powers of two
+        segments: rows of the batch's segment table
+    """
+    pairs = seqs * places
+    share = 1 if pairs <= _SMALL else 4
+    rows = min((64 if padded <= 128 else 32) if pairs <= 256 else 128, padded)
+    width = share * columns
+    # few segments at a time: adding up the rows of a block at the end costs more than some rounds of the loop
+    block = min(8 if pairs <= 8 else 4, triton.next_power_of_2(segments // seqs), 16384 // (width * padded))
+    return share, rows, max(block, 8 // width, 1)
+
+
 def merge_segments(
     partial: torch.Tensor,
     lse: torch.Tensor,
@@ -99,15 +116,7 @@ def merge_segments(
     seqs = segments.first.shape[0] - 1
     padded = triton.next_power_of_2(head_size)
     columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
-    pairs = seqs * heads * tiles
-    share = 1 if pairs <= _SMALL else 4
-    rows = min((64 if padded <= 128 else 32) if pairs <= 256 else 128, padded)
-    width = share * columns
-    # few segments at a time: adding up the rows of a block at the end costs more than some rounds of the loop
-    block = min(
-        8 if pairs <= 8 else 4, triton.next_power_of_2(segments.table.shape[0] // seqs), 16384 // (width * padded)
-    )
-    block = max(block, 8 // width, 1)
+    share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.table.shape[0])
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
         partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,

@@ -119,7 +119,7 @@ def _find_copies(
     tl.store(copies + i, tl.where(proven, slot, -1), mask=i < CAPACITY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqs", "table_stride"])
 def _prepare(
     query, inverse, mean, folded, sums, seqs, scale, stride_token, stride_head,
     pages32, words, slot_of_block, limits, block_table, seq_lens, copies,
@@ -146,6 +146,17 @@ def _prepare(
             head, page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
             Q_LEN, GROUPS, P, META, SINKS, WINDOW, CAPACITY, T, TOKENS,
         )  # fmt: skip
+
+
+def shares(seqs: int, columns: int) -> tuple[int, int]:
+    """Sequences that a folding program takes, and tokens that a looking one takes.
+
+    Every folding program reads a head's whole matrix: large batches share it.
+
+    Args:
+        columns: KV heads times column tiles
+    """
+    return (4, 512) if seqs * columns > 512 else (1, 128)
 
 
 def prepare(
@@ -178,9 +189,7 @@ def prepare(
     """
     heads, seqs = pages.shape[1], seq_lens.shape[0]
     n, tiles = tile
-    # every folding program reads a head's whole matrix: large batches share it
-    large = seqs * heads * tiles > 512
-    share, tokens = (4, 512) if large else (1, 128)
+    share, tokens = shares(seqs, heads * tiles)
     capacity = copies_capacity(table.contract, layout, q_len)
     programs = triton.cdiv(seqs, share) * tiles + seqs * triton.cdiv(capacity, tokens)
     _prepare[(programs, heads)](

@@ -100,7 +100,7 @@ def _cost(length, start, fast_lo, fast_hi, T: tl.constexpr, GRANULE: tl.constexp
     return granules * WEIGHT + (fast_hi - fast_lo) // T
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seqs", "rows", "q_len"])
 def _build(
     seq_lens, limits, table, first, seqs, rows, q_len, sliding_window,
     T: tl.constexpr, GRANULE: tl.constexpr, WEIGHT: tl.constexpr, MIN_COST: tl.constexpr,

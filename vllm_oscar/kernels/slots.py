@@ -94,7 +94,7 @@ def _candidate(
     return tl.where(valid, block, 0), tl.where(valid, rank, _FAR), is_sink & valid
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "table_stride", "columns"])
 def _plan(
     block_table, seq_lens, query_start_loc, slot_of_block, block_of_slot, last_step, is_sink, limits, shrunk_steps,
     step_count, blocks, missing, count, keys, proven, pages, words,
@@ -273,17 +273,17 @@ def allocate(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "requests", "halvings"])
 def _hot_slot_mapping(
-    slot_mapping, query_start_loc, seq_lens, slot_of_block, limits, out, tokens, requests, threshold,
-    P: tl.constexpr, HALVINGS: tl.constexpr,
+    slot_mapping, query_start_loc, seq_lens, slot_of_block, limits, out, tokens, requests, halvings, threshold,
+    P: tl.constexpr,
 ):  # fmt: skip
     """grid (token tiles)."""
     t = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     there = t < tokens
     low = tl.zeros([_TOKENS], tl.int32)  # the last request that starts at or before the token lies in [low, high)
     high = tl.full([_TOKENS], 0, tl.int32) + requests
-    for _ in tl.static_range(HALVINGS):
+    for _ in tl.range(0, halvings, num_stages=1):
         middle = (low + high) // 2
         starts = tl.load(query_start_loc + middle) <= t
         low = tl.where(starts, middle, low)
@@ -321,5 +321,5 @@ def hot_slot_mapping(
     tokens, requests = slot_mapping.shape[0], seq_lens.shape[0]
     _hot_slot_mapping[(triton.cdiv(tokens, _TOKENS.value),)](
         slot_mapping, query_start_loc, seq_lens, table.slot_of_block, table.limits, out, tokens, requests,
-        decode_threshold, P=table.contract.block_size, HALVINGS=requests.bit_length(), num_warps=4,
+        requests.bit_length(), decode_threshold, P=table.contract.block_size, num_warps=4,
     )  # fmt: skip

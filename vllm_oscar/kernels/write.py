@@ -72,7 +72,7 @@ class WriteTables:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _write(
     key,
     value,
