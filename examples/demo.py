@@ -124,9 +124,9 @@ def main() -> None:
         served[dtype] = serve(options.model, dtype)
     print("\n[3/3] quality, forced through the cache: BF16, then OSCAR", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    windows = held_out(tokenizer, None, options.windows, context=2048)
+    windows = held_out(tokenizer, "prose", options.windows, context=2048)
     oscar = parse("oscar", Sidecar.load(find_sidecar(options.model)))
-    show(served["auto"], served["oscar"], list(measure(options.model, [oscar], windows)))
+    show(served["auto"], served["oscar"], list(measure(options.model, [oscar], {"prose": windows})))
 
 
 if __name__ == "__main__":

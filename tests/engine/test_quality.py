@@ -82,7 +82,7 @@ def test_the_measure_itself_does_not_depend_on_the_chunking(model_path: Path) ->
     from transformers import AutoTokenizer
 
     context, first = 640, 512
-    windows = held_out(AutoTokenizer.from_pretrained(model_path), None, 2, context)
+    windows = held_out(AutoTokenizer.from_pretrained(model_path), "prose", 2, context)
 
     def recorded(engine: Engine) -> torch.Tensor:
         return engine.record(windows)

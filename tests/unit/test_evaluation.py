@@ -12,14 +12,19 @@ import torch
 
 from vllm_oscar import cli
 from vllm_oscar.cache_layer import CacheLayer
+from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.errors import ConfigError, SidecarMismatchError
 from vllm_oscar.evaluation import doctor
+from vllm_oscar.evaluation.codecs import Kivi, RotatedInt4, min_max
 from vllm_oscar.evaluation.engine import EvaluationError, Recorder
 from vllm_oscar.evaluation.inspection import rows
 from vllm_oscar.evaluation.measure import Result, measure
-from vllm_oscar.evaluation.methods import BUILT_IN, Method, parse
+from vllm_oscar.evaluation.methods import BUILT_IN, EMULATED, Method, parse
 from vllm_oscar.evaluation.metrics import Scores
 from vllm_oscar.evaluation.report import line, plot, table
+from vllm_oscar.evaluation.rewriting import Rewriter
+from vllm_oscar.evaluation.texts import TEXTS, chats, open_text
+from vllm_oscar.evaluation.windows import held_out
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import decode
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
@@ -83,6 +88,9 @@ def test_scores_join_positions_and_windows() -> None:
     joined = Scores.stack([Scores.cat([part(0), part(10)]), Scores.cat([part(20), part(30)])])
     assert joined.kl.tolist() == [[0, 0, 10, 10], [20, 20, 30, 30]]
     assert joined.agrees.tolist() == [[3, 3, 13, 13], [23, 23, 33, 33]]
+    first, second = joined.split([1, 1])
+    assert first.kl.tolist() == [[0, 0, 10, 10]]
+    assert second.loss.tolist() == [[21, 21, 31, 31]]
 
 
 # ---- recording
@@ -217,30 +225,216 @@ def test_a_file_is_a_method_and_must_be_of_this_model(tmp_path: Path) -> None:
 
 
 def test_other_caches_and_unknown_methods() -> None:
-    assert parse("fp8", calibrated()) == Method("fp8", "fp8")
-    with pytest.raises(ConfigError, match=r"kivi.*hadamard"):
-        parse("kivi", calibrated())
+    assert parse("fp8", calibrated()) == Method("fp8", "fp8", 8.0)
+    with pytest.raises(ConfigError, match=r"quarot.*hadamard.*kivi"):
+        parse("quarot", calibrated())
+
+
+def test_every_method_states_its_bits() -> None:
+    """At head size 64: codes, and an fp16 scale and offset for each row, or for each group of 32."""
+    bits = {name: parse(name, calibrated()).bits for name in (*BUILT_IN, *EMULATED)}
+    assert bits == dict.fromkeys(BUILT_IN, 2.5) | {"kivi": 3.0, "kivi-64": 2.5, "int4": 4.5}
+    assert RotatedInt4().bits(128) == 4.25
+    with pytest.raises(ConfigError, match="do not divide head size 80"):
+        Kivi(32).bits(80)
+
+
+def test_emulated_methods_keep_what_the_others_keep() -> None:
+    method = parse("kivi", calibrated())
+    assert (method.kv_cache_dtype, method.sink, method.window) == ("auto", 64, 256)
 
 
 def test_windows_without_scored_positions_are_refused() -> None:
     with pytest.raises(ConfigError, match="nothing to score"):
-        next(measure("unused", [], torch.zeros(1, 513, dtype=torch.int64)))
+        next(measure("unused", [], {"prose": torch.zeros(1, 513, dtype=torch.int64)}))
+
+
+# ---- codecs, and putting them into another cache
+
+
+def test_min_max_is_exact_at_the_ends_and_within_half_a_step() -> None:
+    x = torch.randn(7, 5, 32, generator=torch.Generator().manual_seed(3))
+    step = (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True)) / 3
+    error = (min_max(x, 2) - x).abs()
+    # fp16 rounds offset and scale: 2^-11 of up to 4, three times for the scale
+    assert (error <= step / 2 + 8 * 2**-11).all()
+    at_ends = error.gather(-1, torch.stack([x.argmin(-1), x.argmax(-1)], -1))
+    assert at_ends.max() <= 8 * 2**-11
+    assert min_max(torch.full((1, 4), 1.5), 2).tolist() == [[1.5] * 4]
+
+
+def test_kivi_shares_scales_along_tokens_for_keys_and_along_channels_for_values() -> None:
+    """A loud channel spoils its neighbours among values; among keys it has scales of its own. Loud tokens: converse."""
+    codec, generator = Kivi(32), torch.Generator().manual_seed(4)
+    x = torch.randn(64, 2, 64, generator=generator)
+    x[:, :, 7] *= 1000
+    quiet = torch.arange(64) != 7
+    error = [(stored - x)[:, :, quiet].square().mean() for stored in (codec.keys(x), codec.values(x))]
+    assert error[0] < 0.5 < error[1]
+    assert torch.equal(codec.keys(x)[:32], codec.keys(x[:32]))  # groups of 32 tokens are independent
+
+
+def test_int4_mixes_before_it_rounds() -> None:
+    x = torch.zeros(1, 1, 64)
+    x[..., 3] = 100.0
+    stored = RotatedInt4().keys(x)  # mixed: +-12.5 everywhere, which two of the 16 values hold exactly
+    assert (stored - x).abs().max() < 0.1
+    noise = torch.randn(100, 2, 64, generator=torch.Generator().manual_seed(5))
+    error = (RotatedInt4().values(noise) - noise).square().mean()
+    assert 0.005 < error < 0.02  # range of 64 normals is about 4.7: (4.7 / 15)^2 / 12 = 0.008
+
+
+class Doubling:
+    """A codec that shows where it was used."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+
+    def bits(self, head_size: int) -> float:
+        return 16.0
+
+    def keys(self, rows: torch.Tensor) -> torch.Tensor:
+        assert len(rows) % self.tokens == 0
+        return 2 * rows
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        return 3 * rows
+
+
+class Cache:
+    """A cache of one slot for each token of 2 requests, and the step that vLLM's model runner is in."""
+
+    def __init__(self, codec: Doubling, sink: int, window: int) -> None:
+        self.key, self.value = torch.zeros(2, 100), torch.zeros(2, 100)
+        self.input_batch: Any = None
+        self.query_start_loc: Any = None
+        self.rewriter = Rewriter(self.write, self, codec, sink, window)
+
+    def write(self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: Any, slots: torch.Tensor) -> None:
+        self.key.view(-1)[slots] = key[:, 0, 0]
+        self.value.view(-1)[slots] = value[:, 0, 0]
+
+    def step(self, *chunks: tuple[int, int, int]) -> None:
+        """Run (request, first position, last + 1) side by side; every row is 1."""
+        bounds = [0]
+        slots: list[int] = []
+        for request, start, end in chunks:
+            bounds.append(bounds[-1] + end - start)
+            slots += range(request * 100 + start, request * 100 + end)
+        names = [str(request) for request, _, _ in chunks]
+        computed = torch.tensor([start for _, start, _ in chunks]).numpy()
+        self.input_batch = SimpleNamespace(num_reqs=len(chunks), req_ids=names, num_computed_tokens_cpu=computed)
+        self.query_start_loc = SimpleNamespace(np=torch.tensor([*bounds, -1]).numpy())
+        rows = torch.ones(len(slots), 1, 1)
+        self.rewriter(None, rows, rows, torch.empty(0), torch.tensor(slots))
+
+
+def test_rows_are_rewritten_once_when_they_have_left_the_window() -> None:
+    """The contract: a step at c tokens reads j in BF16 if j < S or j >= c + 1 - W."""
+    cache = Cache(Doubling(tokens=1), sink=3, window=10)
+    for start in range(0, 40, 4):
+        cache.step((0, start, start + 4), (1, start, start + 4))
+        for request in range(2):
+            stored = [2.0 if 3 <= j < start + 1 - 10 else 1.0 for j in range(start + 4)]
+            assert cache.key[request, : start + 4].tolist() == stored
+            assert cache.value[request, : start + 4].tolist() == [3.0 if k == 2 else 1.0 for k in stored]
+
+
+def test_rows_that_are_stored_together_wait_for_each_other() -> None:
+    cache = Cache(Doubling(tokens=8), sink=3, window=10)
+    for at in range(40):  # a decode; the group 3 ... 10 has left when c + 1 - 10 > 10
+        cache.step((0, at, at + 1))
+        groups = max(0, at + 1 - 10 - 3) // 8
+        assert int((cache.key[0] == 2).sum()) == 8 * groups
+        assert (cache.key[0, 3 : 3 + 8 * groups] == 2).all()
+
+
+def test_a_request_that_starts_anew_is_stored_anew() -> None:
+    cache = Cache(Doubling(tokens=1), sink=0, window=10)
+    cache.step((0, 0, 15))
+    cache.step((0, 15, 20))
+    assert int((cache.key[0] == 2).sum()) == 6
+    cache.step((0, 0, 20))  # after a preemption: all of it is written again
+    assert int((cache.key[0] == 2).sum()) == 0
+    cache.step((0, 20, 21))
+    assert int((cache.key[0] == 2).sum()) == 11
+
+
+# ---- texts
+
+
+@pytest.fixture(scope="module")
+def letters() -> Any:
+    """A tokenizer with a token for each character and a chat template."""
+
+    class Letters:
+        bos_token_id = None
+        eos_token_id = 0
+        chat_template = "given"
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return SimpleNamespace(input_ids=[ord(letter) for letter in text])
+
+        def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool) -> str:
+            return "".join(f"<{message['role']}>{message['content']}" for message in chat)
+
+    return Letters()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_named_text_fills_windows(name: str, letters: Any) -> None:
+    text = "".join(open_text(name, letters).documents)
+    assert len(text) > 4 * 2048 * 2  # four windows, at 2 characters a token
+    assert held_out(letters, name, 4, 2048).shape == (4, 2048)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_are_not_what_is_calibrated_on(name: str, letters: Any) -> None:
+    """Long lines that calibration sees too: next to none (pdb's docstring repeats five of the debugger's topic)."""
+    calibration = {line.strip() for line in builtin_text("calibration").splitlines() if len(line) > 60}
+    lines = {line.strip() for line in "".join(open_text(name, letters).documents).splitlines()}
+    assert len(calibration & lines) <= 5
+
+
+def test_chats_alternate() -> None:
+    for chat in chats():
+        assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
+        assert all(message["content"] for message in chat)
+
+
+def test_a_text_that_does_not_exist_is_refused_with_those_that_do(letters: Any) -> None:
+    with pytest.raises(ConfigError, match=r"klingon.*prose, code, chat"):
+        held_out(letters, "klingon", 1, 16)
+    letters_without_chat = SimpleNamespace(chat_template=None)
+    with pytest.raises(ConfigError, match="no chat template"):
+        held_out(letters_without_chat, "chat", 1, 16)
 
 
 # ---- reports
 
 
-def result(method: str, kl: float) -> Result:
-    return Result(method, 2.5, 0.15, 0.7, kl, 0.001, 0.05, 12.5, 0.031, 0.958, 4, 2048, 512, 60.0)
+def result(method: str, kl: float, text: str = "prose", emulated: bool = False) -> Result:
+    return Result(method, text, 2.5, 0.15, emulated, 0.7, kl, 0.001, 0.05, 12.5, 0.031, 0.958, 4, 2048, 512, 60.0)
 
 
 def test_table_shows_the_numbers() -> None:
     lines = table([result("bf16", 0), result("oscar", 0.00784)]).splitlines()
-    assert lines[0].split()[:3] == ["cache", "bits", "INT2"]
+    assert lines[0].split()[:4] == ["text", "cache", "bits", "INT2"]
     assert lines[3] == line(result("oscar", 0.00784))
-    assert lines[3].split() == ["oscar", "2.50", "70.0%", "0.0078", "0.0010", "0.050", "12.500", "+3.10", "95.80"]
+    assert lines[3].split() == [
+        "prose", "oscar", "2.50", "70.0%", "0.0078", "0.0010", "0.050", "12.500", "+3.10", "95.80",
+    ]  # fmt: skip
     assert len({len(text) for text in lines[:4]}) == 1  # columns line up
-    assert lines[-1].startswith("4 windows of 2048 tokens, scored from position 512 on")
+    assert lines[-1].startswith("4 windows of 2048 tokens of each text, scored from position 512 on")
+
+
+def test_table_groups_by_text_and_marks_what_is_emulated() -> None:
+    given = [result(name, 0.1, text, name == "kivi") for name in ("oscar", "kivi") for text in ("prose", "code")]
+    lines = table(given).splitlines()
+    assert [row.split()[:2] for row in lines if row.startswith(("prose", "code"))] == [
+        ["prose", "oscar"], ["prose", "kivi*"], ["code", "oscar"], ["code", "kivi*"],
+    ]  # fmt: skip
+    assert lines[-1].startswith("* emulated")
 
 
 def test_results_survive_json() -> None:
@@ -249,7 +443,7 @@ def test_results_survive_json() -> None:
 
 def test_plot_draws_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "quality.png"
-    plot([result("bf16", 0), result("oscar", 0.0078), result("naive", 1.3)], path)
+    plot([result("bf16", 0), result("oscar", 0.0078), result("naive", 1.3), result("kivi", 0.1, "code", True)], path)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_oscar.errors import OscarError
+from vllm_oscar.evaluation.codecs import Codec
 from vllm_oscar.evaluation.metrics import Scores
+from vllm_oscar.evaluation.rewriting import rewrite
 from vllm_oscar.sidecar import ModelFingerprint
 
 if TYPE_CHECKING:
@@ -203,6 +205,10 @@ class Engine:
             return Scores.cat(parts)
 
         return Scores.stack([window(index) for index in range(len(windows))])
+
+    def emulate(self, codec: Codec, sink: int, window: int) -> None:
+        """Store all but the sink and the last `window` tokens as `codec` does, see `rewriting`. For a BF16 cache."""
+        self.llm.collective_rpc(lambda worker: rewrite(worker, codec, sink, window))
 
     def statistics(self) -> dict[str, int]:
         """What the OSCAR cache counted so far; empty for other caches."""

@@ -1,40 +1,42 @@
-"""Several methods on the same windows, one engine after the other."""
+"""Several methods on the same texts, one engine after the other."""
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vllm_oscar.errors import ConfigError
-from vllm_oscar.evaluation.engine import FIRST, EvaluationError, forced_through_cache
-from vllm_oscar.evaluation.methods import Method
-from vllm_oscar.page_layout import PageLayout
-
-OTHER_BITS = {"auto": 16.0, "fp8": 8.0}
+from vllm_oscar.evaluation.engine import CHUNK, CONCURRENT, FIRST, Engine, EvaluationError, forced_through_cache
+from vllm_oscar.evaluation.methods import BF16, Method
 
 
 @dataclass(frozen=True)
 class Result:
-    """One method's numbers. All but the cost are over the scored positions of all windows.
+    """One method's numbers on one text. All but the cost are over the scored positions of all windows.
 
     Attributes:
-        method: its name
-        bits: stored for each element of a token in INT2, scales and offsets counted (16 for BF16)
+        method, text: their names
+        bits: stored for each element of a token that is not copied, scales and offsets counted (16 for BF16)
         copied: share of a full context's tokens that have a BF16 copy beside that
-        int2_reads: share of the reads of stored tokens, over whole windows, that were INT2; None where not counted
+        emulated: whether the method's values were put into vLLM's BF16 cache
+        int2_reads: share of the reads of stored tokens, over whole windows of all texts, that were INT2; None where not
+            counted
         kl, kl_error, kl_p99: KL(BF16 || method) in nats: mean, its standard error over windows, 99th percentile
         perplexity, perplexity_change: of the text that follows, and relative to BF16
         top1: share of positions with the same most likely token
         windows, context, first: windows of `context` tokens, scored from position `first` on
-        seconds: of the run
+        seconds: of the method's run over all texts
     """
 
     method: str
+    text: str
     bits: float
     copied: float
+    emulated: bool
     int2_reads: float | None
     kl: float
     kl_error: float
@@ -48,73 +50,77 @@ class Result:
     seconds: float
 
 
-def measure(
-    model: str,
-    methods: Sequence[Method],
-    windows: torch.Tensor,
-    first: int = FIRST,
-) -> Iterator[Result]:
-    """Measure methods against the BF16 cache, which is the first result; each comes as soon as it is known.
+@contextmanager
+def running(
+    model: str, method: Method, context: int, chunk: int = CHUNK, concurrent: int = CONCURRENT
+) -> Iterator[Engine]:
+    """An engine with the method's cache, forced through it; checked when it ends.
 
     Args:
         model: folder or hub id
-        windows: int64 (windows, context), token ids
+        context: tokens of a request
+        chunk: tokens that a request advances in a step
+        concurrent: requests side by side
+
+    Raises:
+        EvaluationError: BF16 copies that the contract names were missing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = None
+        if method.sidecar is not None:  # serving reads sidecars from files
+            path = str(Path(folder) / "sidecar.safetensors")
+            method.sidecar.save(Path(path))
+        with forced_through_cache(model, method.kv_cache_dtype, context, path, chunk, concurrent) as engine:
+            if method.codec is not None:
+                engine.emulate(method.codec, method.sink, method.window)
+            yield engine
+            counted = engine.statistics()
+            if counted.get("shrunk_steps") or counted.get("int2_sink_reads"):
+                raise EvaluationError(f"{method.name}: the pool was too small for the windows ({counted})")
+
+
+def measure(
+    model: str, methods: Sequence[Method], texts: Mapping[str, torch.Tensor], first: int = FIRST
+) -> Iterator[Result]:
+    """Measure methods against the BF16 cache, which is the first; results come as soon as they are known.
+
+    Args:
+        model: folder or hub id
+        texts: by name, int64 (windows, context), token ids; all of one context
         first: first position that is scored
 
     Raises:
         ConfigError: windows too short to score anything.
-        EvaluationError: BF16 copies that the contract names were missing.
+        EvaluationError: the windows were not read as the method says.
     """
-    context = windows.shape[1]
+    context = next(iter(texts.values())).shape[1]
     if context < first + 2:
         raise ConfigError(f"windows of {context} tokens have nothing to score behind position {first}")
+    windows = torch.cat(list(texts.values()))
     reference = torch.empty(0)
-    for method in [Method("bf16", "auto"), *methods]:
+    for method in [BF16, *methods]:
         start = time.perf_counter()
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            forced_through_cache(model, method.kv_cache_dtype, context, _saved(method, folder)) as engine,
-        ):
+        with running(model, method, context) as engine:
             hidden = engine.record(windows)
-            if method.kv_cache_dtype == "auto":
+            if method is BF16:
                 reference = hidden
             scores = engine.compare(windows, reference, hidden, first)
-            counted = engine.statistics()
-        if counted.get("shrunk_steps") or counted.get("int2_sink_reads"):
-            raise EvaluationError(f"{method.name}: the pool was too small for the windows ({counted})")
-        yield Result(
-            method.name,
-            _bits(method),
-            _copied(method, context),
-            _int2_share(counted),
-            **scores.summary(),
-            windows=len(windows),
-            context=context,
-            first=first,
-            seconds=time.perf_counter() - start,
-        )
-
-
-def _saved(method: Method, folder: str) -> str | None:
-    """Serving reads sidecars from files."""
-    if method.sidecar is None:
-        return None
-    path = Path(folder) / "sidecar.safetensors"
-    method.sidecar.save(path)
-    return str(path)
-
-
-def _bits(method: Method) -> float:
-    if method.sidecar is None:
-        return OTHER_BITS[method.kv_cache_dtype]
-    head_size = method.sidecar.fingerprint.head_size
-    return PageLayout(head_size, block_size=16, group_size=method.sidecar.group_size).bits_per_element
-
-
-def _copied(method: Method, context: int) -> float:
-    if method.sidecar is None:
-        return 0.0
-    return min(1.0, (method.sidecar.sink + method.sidecar.window) / context)
+            share = _int2_share(engine.statistics())
+        seconds = time.perf_counter() - start
+        for text, part in zip(texts, scores.split([len(one) for one in texts.values()]), strict=True):
+            yield Result(
+                method.name,
+                text,
+                method.bits,
+                min(1.0, (method.sink + method.window) / context),
+                method.codec is not None,
+                share,
+                **part.summary(),
+                windows=len(part.kl),
+                context=context,
+                first=first,
+                seconds=seconds,
+            )
 
 
 def _int2_share(counted: dict[str, int]) -> float | None:

@@ -1,4 +1,5 @@
-"""What `oscar eval` compares. Every OSCAR variant is a sidecar, so that all of them run through the same cache."""
+"""What `oscar eval` compares. Every INT2 variant that our pages hold is a sidecar, so that all of them run through the
+same cache; what they cannot hold is emulated in vLLM's BF16 cache."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,6 +9,8 @@ import torch
 
 from vllm_oscar.cache_layer import LS_KEY_GAIN
 from vllm_oscar.errors import ConfigError
+from vllm_oscar.evaluation.codecs import Codec, Kivi, RotatedInt4
+from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
 
 
@@ -18,12 +21,34 @@ class Method:
     Attributes:
         name: in tables
         kv_cache_dtype: vLLM's option
+        bits: stored for an element of a token that is not copied in BF16, scales and offsets counted
         sidecar: of an OSCAR cache, else None
+        codec: of an emulated cache, else None
+        sink, window: tokens at both ends of a request that are in BF16
     """
 
     name: str
     kv_cache_dtype: str
+    bits: float
     sidecar: Sidecar | None = None
+    codec: Codec | None = None
+    sink: int = 0
+    window: int = 0
+
+    @classmethod
+    def of_sidecar(cls, name: str, sidecar: Sidecar) -> "Method":
+        """An OSCAR cache."""
+        layout = PageLayout(sidecar.fingerprint.head_size, block_size=16, group_size=sidecar.group_size)
+        return cls(name, "oscar", layout.bits_per_element, sidecar, None, sidecar.sink, sidecar.window)
+
+    @classmethod
+    def emulated(cls, name: str, codec: Codec, like: Sidecar) -> "Method":
+        """A codec, with the sink and the window of `like`."""
+        bits = codec.bits(like.fingerprint.head_size)
+        return cls(name, "auto", bits, None, codec, like.sink, like.window)
+
+
+BF16 = Method("bf16", "auto", 16.0)
 
 
 def least_squares_keys(calibrated: Sidecar) -> Sidecar:
@@ -59,11 +84,17 @@ BUILT_IN: dict[str, tuple[str, Callable[[Sidecar], Sidecar]]] = {
     ),
     "naive": ("INT2 by min-max of the plain rows", lambda own: naive(own.fingerprint, own)),
 }
-OTHER_DTYPES = {"fp8": "vLLM's FP8 cache"}
+EMULATED: dict[str, tuple[str, Codec]] = {
+    "kivi": ("KIVI, 2 bits in groups of 32 (emulated)", Kivi(32)),
+    "kivi-64": ("KIVI with groups of 64, for equal bits at head size 64 (emulated)", Kivi(64)),
+    "int4": ("INT4 after a Hadamard matrix, as SAW-INT4 (emulated)", RotatedInt4()),
+}
+OTHER_DTYPES = {"fp8": ("vLLM's FP8 cache", 8.0)}
+NAMES = {name: text for group in (BUILT_IN, EMULATED, OTHER_DTYPES) for name, (text, _) in group.items()}
 
 
 def parse(text: str, own: Sidecar) -> Method:
-    """A method by what the user wrote: a built-in name, another cache dtype, or NAME=SIDECAR.
+    """A method by what the user wrote: a name, or NAME=SIDECAR.
 
     Args:
         text: of one method
@@ -75,9 +106,11 @@ def parse(text: str, own: Sidecar) -> Method:
     """
     name, equals, path = text.partition("=")
     if equals and name:
-        return Method(name, "oscar", Sidecar.load(Path(path), own.fingerprint))
+        return Method.of_sidecar(name, Sidecar.load(Path(path), own.fingerprint))
     if name in BUILT_IN:
-        return Method(name, "oscar", BUILT_IN[name][1](own))
+        return Method.of_sidecar(name, BUILT_IN[name][1](own))
+    if name in EMULATED:
+        return Method.emulated(name, EMULATED[name][1], own)
     if name in OTHER_DTYPES:
-        return Method(name, name)
-    raise ConfigError(f"no method {text!r}; use {', '.join((*BUILT_IN, *OTHER_DTYPES))} or NAME=SIDECAR")
+        return Method(name, name, OTHER_DTYPES[name][1])
+    raise ConfigError(f"no method {text!r}; use {', '.join(NAMES)} or NAME=SIDECAR")

@@ -51,6 +51,11 @@ class Scores:
         """Windows of one length, each (positions,), as (windows, positions)."""
         return cls(*(torch.stack([getattr(one, name) for one in windows]) for name in cls.__dataclass_fields__))
 
+    def split(self, counts: list[int]) -> list["Scores"]:
+        """The inverse of joining along windows."""
+        parts = zip(*(getattr(self, name).split(counts) for name in self.__dataclass_fields__), strict=True)
+        return [Scores(*part) for part in parts]
+
     def summary(self) -> dict[str, float]:
         """Means over all positions; the error is the standard error over windows (0 where there is one window)."""
         windows = self.kl.mean(-1)

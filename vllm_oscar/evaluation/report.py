@@ -1,52 +1,65 @@
 """Results as a table and as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from vllm_oscar.evaluation.measure import Result
 
-HEAD = "cache           bits  INT2 reads        KL       +-   KL p99      ppl    ppl %  top-1 %"
+HEAD = "text      cache           bits  INT2 reads        KL       +-   KL p99      ppl    ppl %  top-1 %"
 
 
 def line(r: Result) -> str:
-    """One method's line of the table."""
+    """One line of the table; emulated methods have a star."""
     share = "-" if r.int2_reads is None else f"{100 * r.int2_reads:.1f}%"
+    name = r.method + "*" * r.emulated
     return (
-        f"{r.method:<14}{r.bits:>6.2f}{share:>12}{r.kl:>10.4f}{r.kl_error:>9.4f}{r.kl_p99:>9.3f}"
+        f"{r.text:<10}{name:<14}{r.bits:>6.2f}{share:>12}{r.kl:>10.4f}{r.kl_error:>9.4f}{r.kl_p99:>9.3f}"
         f"{r.perplexity:>9.3f}{100 * r.perplexity_change:>+9.2f}{100 * r.top1:>9.2f}"
     )
 
 
 def table(results: Sequence[Result]) -> str:
-    """Fixed-width text, a line for each method."""
+    """Fixed-width text: for each text, a line for each method."""
     r = results[0]
-    note = (
-        f"{r.windows} windows of {r.context} tokens, scored from position {r.first} on; KL to bf16; "
+    notes = [
+        f"{r.windows} windows of {r.context} tokens of each text, scored from position {r.first} on; KL to bf16; "
         "+- standard error over windows"
-    )
-    return "\n".join([HEAD, "-" * len(HEAD), *map(line, results), note])
+    ]
+    if any(one.emulated for one in results):
+        notes.append("* emulated: the method's values in vLLM's BF16 cache; the bits are what a cache of it would take")
+    parts: list[str] = [HEAD]
+    for text in _texts(results):
+        parts += ["-" * len(HEAD), *(line(one) for one in results if one.text == text)]
+    return "\n".join([*parts, *notes])
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """KL of each method as a point with its error, on a logarithmic axis, to a picture file.
+    """KL of each method and text as a point with its error, on a logarithmic axis, to a picture file.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
     from matplotlib.figure import Figure
 
-    shown = [r for r in results[1:] if r.kl > 0]
-    figure = Figure(figsize=(8, 0.8 + 0.45 * len(shown)), layout="constrained")
+    shown = [r for r in results if r.kl > 0]
+    names = list(dict.fromkeys((r.method, r.bits, r.emulated) for r in shown))
+    texts = _texts(shown)
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(names)), layout="constrained")
     axes = figure.subplots()
-    axes.errorbar([r.kl for r in shown], range(len(shown)), xerr=[r.kl_error for r in shown], fmt="o", capsize=3)
-    for at, r in enumerate(shown):
-        text = f"{r.kl:.4f}, perplexity {100 * r.perplexity_change:+.1f}%, {r.bits:g} bits"
-        axes.annotate(text, (r.kl, at), (12, -3), textcoords="offset points", fontsize=9)
+    for number, text in enumerate(texts):
+        of_text = [r for r in shown if r.text == text]
+        at = [names.index((r.method, r.bits, r.emulated)) + 0.5 * ((number + 0.5) / len(texts) - 0.5) for r in of_text]
+        kl, error = [r.kl for r in of_text], [r.kl_error for r in of_text]
+        axes.errorbar(kl, at, xerr=error, fmt="o", markersize=4, capsize=2, label=text)
     axes.set_xscale("log")
-    axes.set_xlim(min(r.kl for r in shown) / 2, max(r.kl for r in shown) * 100)  # room for the texts
-    axes.set_yticks(range(len(shown)), [r.method for r in shown])
-    axes.set_ylim(len(shown) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), [f"{name}{', emulated' * star}, {bits:g} bits" for name, bits, star in names])
+    axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlabel("KL divergence to the BF16 cache (nats)")
     axes.grid(axis="x", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _texts(results: Iterable[Result]) -> list[str]:
+    return list(dict.fromkeys(r.text for r in results))

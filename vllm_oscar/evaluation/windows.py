@@ -4,27 +4,24 @@ from typing import Any
 
 import torch
 
-from vllm_oscar.calibrate.data import Corpus, builtin_text, open_corpus, sequences
+from vllm_oscar.calibrate.data import sequences
 from vllm_oscar.errors import ConfigError
+from vllm_oscar.evaluation.texts import open_text
 
 
-def held_out(tokenizer: Any, data: str | None, count: int, context: int) -> torch.Tensor:
+def held_out(tokenizer: Any, data: str, count: int, context: int) -> torch.Tensor:
     """Windows of text, int64 (windows, context).
 
     Args:
         tokenizer: the model's
-        data: text, .jsonl or .parquet file that was not calibrated with; None: the held-out part of the text that
-            comes with Python, whose other part calibration uses where it is given no file
+        data: a name in `texts`, or a text, .jsonl or .parquet file that was not calibrated with
         count: windows
         context: tokens of a window
 
     Raises:
-        ConfigError: the text is too short.
+        ConfigError: no such text, or one that is too short.
     """
-    if data is None:
-        corpus = Corpus("built-in, held out", [builtin_text("held_out")], separate=False, shuffle=False)
-    else:
-        corpus = open_corpus(data, tokenizer)
+    corpus = open_text(data, tokenizer)
     ids = sequences(corpus, tokenizer, count, context, seed=0).ids
     if len(ids) < count:
         raise ConfigError(f"{corpus.name} fills {len(ids)} windows of {context} tokens, not {count}; use fewer windows")
