@@ -39,7 +39,7 @@ def quality(model_path: Path, sidecar_path: Path, tmp_path_factory: pytest.TempP
         "eval", model_path, "--sidecar", sidecar_path, "--windows", WINDOWS, "--context", CONTEXT,
         "--methods", "oscar", f"reference={reference}", "naive", "--json",
     )  # fmt: skip
-    results = json.loads(printed)
+    results = json.loads(printed)["texts"]
     print(table([Result(**result) for result in results]))
     return {result["method"]: result for result in results}
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,12 @@ from vllm_oscar.errors import ConfigError, SidecarMismatchError
 from vllm_oscar.evaluation import doctor
 from vllm_oscar.evaluation.codecs import Kivi, RotatedInt4, min_max
 from vllm_oscar.evaluation.engine import EvaluationError, Recorder
+from vllm_oscar.evaluation.generation import CONTEXTS, Answers, answer_table, chat_prompts, compared
 from vllm_oscar.evaluation.inspection import rows
 from vllm_oscar.evaluation.measure import Result, measure
 from vllm_oscar.evaluation.methods import BUILT_IN, EMULATED, Method, parse
 from vllm_oscar.evaluation.metrics import Scores
+from vllm_oscar.evaluation.needle import DEPTHS, Found, needle_table, needles, says
 from vllm_oscar.evaluation.report import line, plot, table
 from vllm_oscar.evaluation.rewriting import Rewriter
 from vllm_oscar.evaluation.texts import TEXTS, chats, open_text
@@ -375,7 +378,10 @@ def letters() -> Any:
         def __call__(self, text: str, **options: Any) -> Any:
             return SimpleNamespace(input_ids=[ord(letter) for letter in text])
 
-        def apply_chat_template(self, chat: list[dict[str, str]], tokenize: bool) -> str:
+        def decode(self, ids: list[int]) -> str:
+            return "".join(map(chr, ids))
+
+        def apply_chat_template(self, chat: list[dict[str, str]], **options: Any) -> str:
             return "".join(f"<{message['role']}>{message['content']}" for message in chat)
 
     return Letters()
@@ -558,3 +564,76 @@ def test_doctor_fails_where_a_model_cannot_be_served(model_folder: Path) -> None
     (found,) = doctor.model(str(model_folder))
     assert found.status == "fail"
     assert "head size 72" in found.text
+
+
+# ---- needles and answers
+
+
+def test_needles_lie_where_they_say_among_labels_that_differ_in_one_word(letters: Any) -> None:
+    asked = needles(letters, [1024, 2048], trials=2)
+    assert [(needle.length, needle.depth) for needle in asked] == [
+        (length, depth) for length in (1024, 2048) for depth in DEPTHS for _ in range(2)
+    ]
+    for needle in asked:
+        text = "".join(map(chr, needle.ids))
+        found = re.findall(r"The code of the (\w+) locker in (\w+) is (\d+)\.", text)
+        right = [label for *label, code in found if code == needle.answer]
+        assert text[needle.length :] == f"\n\nThe code of the {right[0][0]} locker in {right[0][1]} is"
+        assert sorted((a == right[0][0]) + (b == right[0][1]) for a, b, _ in found) == [1, 1, 1, 1, 2]
+        # all are behind the sink; those before the needle push it back by their length
+        assert text.index(needle.answer) / needle.length == pytest.approx(needle.depth, abs=0.2)
+        assert text.index("The code of the") >= 64
+    assert needles(letters, [1024], 1) == needles(letters, [1024], 1)
+
+
+@pytest.mark.parametrize("length", [1000, 512, 1 << 24])
+def test_haystacks_that_cannot_be_made_are_refused(length: int, letters: Any) -> None:
+    with pytest.raises(ConfigError, match=f"--needle {length}"):
+        needles(letters, [length], 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [(" 12345.", True), ("12345", True), (" 123456", False), (" 1234", False), (" not 5, 12345", False)],
+)
+def test_the_first_number_is_the_answer(text: str, right: bool) -> None:
+    assert says(text, "12345") == right
+
+
+def test_needle_table_has_a_line_for_each_method_and_length() -> None:
+    found = [
+        Found(name, bits, False, length, depth, right, 4)
+        for name, bits, right in (("bf16", 16.0, 4), ("oscar", 2.5, 3))
+        for length in (1024, 2048)
+        for depth in (0.1, 0.5)
+    ]
+    rows = [line.split() for line in needle_table(found).splitlines()]
+    assert rows[0] == ["needles", "bits", "length", "at", "10%", "at", "50%", "all"]
+    assert rows[2] == ["bf16", "16.00", "1024", "4/4", "4/4", "100%"]
+    assert ["oscar", "2.50", "2048", "3/4", "3/4", "75%"] in rows
+
+
+def test_answers_are_compared_to_the_first_difference() -> None:
+    reference = [[1, 2, 3], [1, 2, 3], [1, 2]]
+    scored = compared(parse("int4", calibrated()), reference, [[1, 2, 3], [1, 2, 4], [1, 2, 9]], tokens=3)
+    assert scored == Answers("int4", 4.5, True, 1 / 3, 7 / 3, prompts=3, tokens=3)
+    longer = compared(parse("int4", calibrated()), [[1, 2]], [[1, 2, 3]], tokens=3)
+    assert (longer.equal, longer.agreed) == (0, 2)
+    assert answer_table([scored]).splitlines()[2].split() == ["int4*", "4.50", "33%", "2.3"]
+
+
+def test_prompts_are_chats_of_the_stated_lengths(letters: Any) -> None:
+    prompts = chat_prompts(letters, 6)
+    for number, prompt in enumerate(prompts):
+        text = "".join(map(chr, prompt))
+        assert text.startswith("<user>")
+        assert abs(len(prompt) - CONTEXTS[number % 3]) < 64
+    assert len(set(map(tuple, prompts))) == 6
+    with pytest.raises(ConfigError, match="chat template"):
+        chat_prompts(SimpleNamespace(chat_template=None), 1)
+
+
+@pytest.mark.parametrize("options", [["--trials", "0"], ["--windows", "-1"], ["--windows", "0", "--plot", "x.png"]])
+def test_eval_refuses_options_that_measure_nothing(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "nowhere", *options]) == 1
+    assert "--" in capsys.readouterr().err

@@ -1,10 +1,12 @@
-"""oscar eval MODEL: perplexity and KL to the BF16 cache on held-out text, through the real engine."""
+"""oscar eval MODEL: what a compressed cache costs, through the real engine: perplexity and KL to the BF16 cache on
+held-out text, needles in a haystack, greedy answers."""
 
 import argparse
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.evaluation.methods import NAMES, parse
@@ -25,8 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--methods", nargs="+", default=DEFAULT, metavar="METHOD",
                         help=f"beside bf16 (default: {' '.join(DEFAULT)}). {names}; NAME=FILE: another sidecar, such "
                         "as one of `oscar calibrate --method reference`")  # fmt: skip
-    parser.add_argument("--windows", type=int, default=4, help="of each text (default: 4)")
+    parser.add_argument("--windows", type=int, default=4, help="of each text (default: 4; 0: no texts)")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a window (default: 2048)")
+    parser.add_argument("--needle", type=int, nargs="+", metavar="TOKENS", default=[],
+                        help="also look for needles in haystacks of these lengths, such as 1024 2048")  # fmt: skip
+    parser.add_argument("--trials", type=int, default=4, help="needles of each length and depth (default: 4)")
+    parser.add_argument("--generate", type=int, metavar="PROMPTS", default=0,
+                        help="also compare greedy answers to so many chats of 1,024 to 4,096 tokens")  # fmt: skip
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most (default: 64)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture (needs matplotlib)")
 
@@ -39,23 +47,53 @@ def run(options: argparse.Namespace) -> int:
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    from vllm_oscar.evaluation.generation import answer, answer_table, chat_prompts
     from vllm_oscar.evaluation.measure import measure
+    from vllm_oscar.evaluation.needle import find, needle_table, needles
     from vllm_oscar.evaluation.report import HEAD, line, plot, table
     from vllm_oscar.evaluation.windows import held_out
     from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
 
-    if options.windows < 1:
-        raise ConfigError("--windows must be 1 or more")
+    if min(options.windows, options.generate) < 0 or min(options.trials, options.tokens) < 1:
+        raise ConfigError("--trials and --tokens must be 1 or more, --windows and --generate 0 or more")
+    if options.plot and not options.windows:
+        raise ConfigError("--plot draws the KL of texts; leave --windows 0 out")
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(options.model))
     own = Sidecar.load(find_sidecar(options.model, options.sidecar), fingerprint)
     methods = [parse(text, own) for text in options.methods]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    texts = {name: held_out(tokenizer, name, options.windows, options.context) for name in options.data}
-    results = []
-    for result in measure(options.model, methods, texts):
-        results.append(result)
-        print(f"{HEAD}\n{line(result)}  ({result.seconds:.0f} s)", file=sys.stderr, flush=True)
-    print(json.dumps([asdict(result) for result in results], indent=2) if options.json else table(results))
+    # everything that can be refused is refused before an engine starts
+    texts = (
+        {name: held_out(tokenizer, name, options.windows, options.context) for name in options.data}
+        if options.windows
+        else {}
+    )
+    asked = needles(tokenizer, options.needle, options.trials) if options.needle else []
+    prompts = chat_prompts(tokenizer, options.generate) if options.generate else []
+
+    quality, found, answers = [], [], []
+    if texts:
+        for result in measure(options.model, methods, texts):
+            quality.append(result)
+            _progress(f"{HEAD}\n{line(result)}  ({result.seconds:.0f} s)")
+    if asked:
+        for results in find(options.model, methods, asked):
+            found += results
+            _progress(needle_table(results))
+    if prompts:
+        for one in answer(options.model, methods, prompts, options.tokens):
+            answers.append(one)
+            _progress(answer_table([one]))
+    if options.json:
+        parts: dict[str, list[Any]] = {"texts": quality, "needles": found, "answers": answers}
+        print(json.dumps({name: [asdict(one) for one in part] for name, part in parts.items()}, indent=2))
+    else:
+        shown = (quality and table(quality), found and needle_table(found), answers and answer_table(answers))
+        print("\n\n".join(text for text in shown if text))
     if options.plot:
-        plot(results, options.plot)
+        plot(quality, options.plot)
     return 0
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
