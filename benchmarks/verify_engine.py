@@ -38,7 +38,10 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "D256, GQA 8, FP16": ({"head_dim": 256, "num_key_value_heads": 1}, {"dtype": "float16"}),
     "windows and soft cap": (GEMMA2, {}),
     "a layer in BF16": ({}, {"kv_cache_dtype_skip_layers": ["0"]}),
-    "drafts": ({}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}}),
+    "drafts": (
+        {},
+        {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    ),
 }
 
 
@@ -201,9 +204,8 @@ def main() -> int:
     failed = False
     answers = {}
     for (name, mode), (out, process) in running.items():
-        log = out.with_suffix(".log")
         code = process.wait()
-        lines = log.read_text().splitlines()
+        lines = out.with_suffix(".log").read_text().splitlines()
         print(*(line for line in lines if line.startswith(("PASS", "FAIL"))), sep="\n", flush=True)
         failed |= any(line.startswith("FAIL") for line in lines)
         if code:

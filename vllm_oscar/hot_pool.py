@@ -99,20 +99,31 @@ class SlotTable:
 
     @classmethod
     def empty(cls, contract: HotContract, num_blocks: int, num_slots: int, device: torch.device) -> "SlotTable":
-        def full(size: int, value: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((size,), value, dtype=dtype, device=device)
+        def made(size: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
 
-        return cls(
+        table = cls(
             contract,
-            slot_of_block=full(num_blocks + 1, NO_SLOT, torch.int32),
-            block_of_slot=full(num_slots + 1, -1, torch.int32),
-            last_step=full(num_slots + 1, 0, torch.int32),
-            is_sink=full(num_slots + 1, 0, torch.bool),
-            limits=torch.tensor([contract.sink, contract.window], dtype=torch.int32, device=device),
-            evictions=full(1, 0, torch.int64),
-            shrunk_steps=full(1, 0, torch.int64),
-            step=full(1, 0, torch.int32),
+            slot_of_block=made(num_blocks + 1, torch.int32),
+            block_of_slot=made(num_slots + 1, torch.int32),
+            last_step=made(num_slots + 1, torch.int32),
+            is_sink=made(num_slots + 1, torch.bool),
+            limits=made(2, torch.int32),
+            evictions=made(1, torch.int64),
+            shrunk_steps=made(1, torch.int64),
+            step=made(1, torch.int32),
         )
+        table.clear()
+        return table
+
+    def clear(self) -> None:
+        """Take every slot back and start counting anew, in place."""
+        self.slot_of_block.fill_(NO_SLOT)
+        self.block_of_slot.fill_(-1)
+        self.limits[0] = self.contract.sink
+        self.limits[1] = self.contract.window
+        for counts in (self.last_step, self.is_sink, self.evictions, self.shrunk_steps, self.step):
+            counts.zero_()
 
     @property
     def num_slots(self) -> int:

@@ -185,8 +185,9 @@ class OscarRuntime:
         return table
 
     def forget_slots(self) -> None:
-        """Start over with empty slot tables."""
-        self._tables.clear()
+        """Take all slots back, in place."""
+        for table in self._tables.values():
+            table.clear()
 
     def watch(self) -> None:
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
@@ -248,10 +249,13 @@ def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:
 def choose_block_size(cache_config: Any) -> None:
     """Set the block size that the layers are built for, unless the user did.
 
-    vLLM asks the backend too (Platform.update_block_size_for_backend), but after the layers are loaded.
+    vLLM asks a backend too (Platform.update_block_size_for_backend), but after the layers are loaded, and it may ask
+    another layer's: hence the mark that the size is not to be changed.
     """
-    if not cache_config.user_specified_block_size:
-        cache_config.block_size = OscarBackend.get_preferred_block_size(cache_config.block_size)
+    preferred = OscarBackend.get_preferred_block_size(cache_config.block_size)
+    if not cache_config.user_specified_block_size and preferred != cache_config.block_size:
+        cache_config.block_size = preferred
+        cache_config.user_specified_block_size = True
 
 
 def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:

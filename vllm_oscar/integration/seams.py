@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from vllm_oscar.errors import VllmVersionError
+from vllm_oscar.errors import UnsupportedError, VllmVersionError
 
 DTYPE = "oscar"
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
@@ -140,6 +140,12 @@ def size_pages() -> Callable[[], None]:
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)  # type: ignore[misc]
         if self.kv_cache_dtype == DTYPE and spec is not None:
+            now, built_for = vllm_config.cache_config.block_size, self.impl.layout.block_size
+            if now != built_for:  # vLLM rounds it up where BF16 layers share the memory
+                raise UnsupportedError(
+                    f"vLLM changed the block size from {built_for} to {now} after the layers were built: "
+                    f"serve with --block-size {now}"
+                )
             return page_spec(spec, self.impl.layout.block_size, self.impl.token_bytes)
         return spec
 
@@ -161,14 +167,14 @@ def warm_up_with(callback: Callable[[Any], None]) -> None:
     if hasattr(original, DTYPE):
         return
 
-    @functools.wraps(original)  # type: ignore[arg-type]
+    @functools.wraps(original)
     def kernel_warmup(worker: Any) -> None:
-        original(worker)  # type: ignore[misc]
+        original(worker)
         if worker.vllm_config.cache_config.cache_dtype == DTYPE:
             callback(worker.vllm_config)
 
     setattr(kernel_warmup, DTYPE, True)
-    gpu_worker.kernel_warmup = kernel_warmup  # type: ignore[attr-defined]
+    gpu_worker.kernel_warmup = kernel_warmup
 
 
 def page_spec(spec: Any, block_size: int, token_bytes: int) -> Any:

@@ -118,14 +118,15 @@ def _call(pieces: list[_Piece], continues: bool, device: torch.device) -> Call:
             tiles.append((row, p.request, position, min(_TILE.value, p.high - position), p.before, p.query_start))
         query_starts.append(query_starts[-1] + p.query)
         key_starts.append(key_starts[-1] + p.high - p.low)
-    numbers = torch.tensor(
-        [*query_starts, *key_starts, *(p.before - p.low for p in pieces), *(n for tile in tiles for n in tile)],
-        dtype=torch.int32,
-    )
+    shifts = [p.before - p.low for p in pieces]
+    parts = [query_starts, key_starts, shifts, [n for tile in tiles for n in tile]]
+    sizes = [len(part) for part in parts]
+    for part in parts:  # kernels are compiled anew for pointers that are not multiples of 16 bytes
+        part.extend([0] * (-len(part) % 4))
+    numbers = torch.tensor([n for part in parts for n in part], dtype=torch.int32)
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
-    sizes = [len(query_starts), len(key_starts), len(pieces), len(tiles) * _FIELDS.value]
-    on_device = numbers.split(sizes)
+    on_device = [part[:size] for part, size in zip(numbers.split([len(p) for p in parts]), sizes, strict=True)]
     return Call(
         first_query=pieces[0].query_start,
         last_query=pieces[-1].query_start + pieces[-1].query,
