@@ -162,7 +162,7 @@ def warm_up_with(callback: Callable[[Any], None]) -> None:
     """
     from vllm.v1.worker import gpu_worker
 
-    original = getattr(gpu_worker, "kernel_warmup", None)
+    original: Any = getattr(gpu_worker, "kernel_warmup", None)
     _expect(callable(original), "vllm.v1.worker.gpu_worker.kernel_warmup")
     if hasattr(original, DTYPE):
         return
