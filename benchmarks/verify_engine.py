@@ -10,12 +10,14 @@ same texts, and no kernel may be compiled after the engine reports ready. The en
 each. Prints PASS or FAIL per case; ends with 1 if anything failed.
 """
 
+import argparse
 import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,19 +47,25 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+WAITS: set[str] = set()  # where the host waited for the device
+
+
 @contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Operations that wait for the device raise."""
+def noting_waits() -> Iterator[None]:
+    """Note operations that wait for the device."""
     import torch
 
     if not torch.cuda.is_available():
         yield
         return
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    WAITS.update(f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message))
 
 
 def check_layers(impl_class: Any, errors: list[float]) -> None:
@@ -71,7 +79,7 @@ def check_layers(impl_class: Any, errors: list[float]) -> None:
     def forward(
         self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, **kwargs: Any
     ) -> Any:
-        with no_waiting():
+        with noting_waits():
             out = original(self, layer, query, key, value, kv_cache, metadata, **kwargs)
         if metadata is None:
             return out
@@ -113,11 +121,11 @@ def prompts(count: int, length: int, shift: int = 0) -> list[dict[str, list[int]
 
 
 def check_builder(builder_class: Any) -> None:
-    """Wrap `build`: it must not wait for the device, unless drafts of several lengths share a batch."""
+    """Wrap `build`: it waits for the device only where drafts of several lengths share a batch."""
     original = builder_class.build
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with no_waiting() if self.runtime.decode_threshold == 1 else contextlib.nullcontext():
+        with noting_waits() if self.runtime.decode_threshold == 1 else contextlib.nullcontext():
             return original(self, *args, **kwargs)
 
     builder_class.build = build
@@ -130,11 +138,6 @@ def run(name: str, folder: Path, sidecar: Path, eager: bool) -> dict[str, list[l
     from benchmarks.shapes import liven
 
     errors: list[float] = []
-    if eager:
-        from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder
-
-        check_layers(CudaImpl, errors)
-        check_builder(CudaMetadataBuilder)
     options: dict[str, Any] = {
         "num_gpu_blocks_override": 240,
         "additional_config": {"oscar": {"sidecar": str(sidecar)}},
@@ -154,6 +157,11 @@ def run(name: str, folder: Path, sidecar: Path, eager: bool) -> dict[str, list[l
         **options,
     )
     llm.apply_model(liven)
+    if eager:
+        from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder
+
+        check_layers(CudaImpl, errors)
+        check_builder(CudaMetadataBuilder)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     answers = {}
     for case, batch in {
@@ -171,6 +179,8 @@ def run(name: str, folder: Path, sidecar: Path, eager: bool) -> dict[str, list[l
             verdict = "PASS" if seen and max(seen) < 1 else "FAIL"
             worst = f"worst error {max(seen):.0%} of tolerance" if seen else "nothing was checked"
             print(f"{verdict} {name}: {case}: {len(seen)} layer outputs, {worst}", flush=True)
+    if eager:
+        print(f"{'FAIL' if WAITS else 'PASS'} {name}: host waited for the device at: {sorted(WAITS) or 'no place'}")
     return answers
 
 
@@ -185,20 +195,26 @@ def compiled_late(log: list[str]) -> list[str]:
 def main() -> int:
     from benchmarks.shapes import model_folder, random_sidecar
 
-    if len(sys.argv) > 1:  # one engine in a process of its own
-        name, *paths, mode = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--modes", nargs="+", default=["eager", "graphs"], choices=["eager", "graphs"])
+    parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--engine", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.engine:  # in a process of its own
+        name, *paths, mode = args.engine
         model, rotations, answers_file = map(Path, paths)
         answers_file.write_text(json.dumps(run(name, model, rotations, mode == "eager")))
         return 0
     root = Path("/tmp/oscar-verify")
     running = {}
-    for name, (changes, _) in SETTINGS.items():
+    for name in args.only:
+        changes, _ = SETTINGS[name]
         folder = model_folder("tiny", root / name.replace(" ", "-"), **changes)
         sidecar = random_sidecar(folder)
-        for mode in ("eager", "graphs"):
+        for mode in args.modes:
             out = folder / f"{mode}.json"
             out.unlink(missing_ok=True)
-            command = [sys.executable, __file__, name, str(folder), str(sidecar), str(out), mode]
+            command = [sys.executable, __file__, "--engine", name, str(folder), str(sidecar), str(out), mode]
             with (folder / f"{mode}.log").open("w") as log:
                 running[name, mode] = out, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     failed = False
@@ -215,7 +231,7 @@ def main() -> int:
         failed |= bool(late)
         print(f"{'FAIL' if late else 'PASS'} {name}, {mode}: compiled while serving: {late or 'nothing'}", flush=True)
         answers[name, mode] = json.loads(out.read_text()) if out.exists() else {}
-    for name in SETTINGS:
+    for name in args.only if len(args.modes) == 2 else []:
         for case, eager in answers[name, "eager"].items():
             # torch.compile rounds elsewhere, so texts may part late; a wrong graph parts at once
             pairs = list(zip(eager, answers[name, "graphs"].get(case, []), strict=False))

@@ -120,8 +120,8 @@ class SlotTable:
         """Take every slot back and start counting anew, in place."""
         self.slot_of_block.fill_(NO_SLOT)
         self.block_of_slot.fill_(-1)
-        self.limits[0] = self.contract.sink
-        self.limits[1] = self.contract.window
+        self.limits[:1].fill_(self.contract.sink)
+        self.limits[1:].fill_(self.contract.window)
         for counts in (self.last_step, self.is_sink, self.evictions, self.shrunk_steps, self.step):
             counts.zero_()
 
