@@ -7,7 +7,7 @@ a window of passes of SmolLM2-135M takes some seconds. Causal layers only.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ def through(codec: RowCodec, rows: torch.Tensor) -> torch.Tensor:
 
 def cache_of(sidecar: Sidecar, **changes: Any) -> Cache:
     """A sidecar's cache with its own sink and window; `changes` replace fields."""
-    return Cache(**({"key": Stored(sidecar, "k"), "value": Stored(sidecar, "v"),
-                     "sink": sidecar.sink, "window": sidecar.window} | changes))  # fmt: skip
+    own = Cache(Stored(sidecar, "k"), Stored(sidecar, "v"), sidecar.sink, sidecar.window)
+    return replace(own, **changes)
 
 
 def mixed_attention(

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 
 from vllm_oscar import __version__
+from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
+from vllm_oscar.calibrate.search import search
 from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
-from vllm_oscar.calibrate.statistics import FarSet
+from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.calibrate.streaming import Model, State, collect
 from vllm_oscar.errors import ConfigError, OscarError
 from vllm_oscar.page_layout import PageLayout
@@ -47,6 +49,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--value-gain", type=float, help="aware: 1.1; reference: 1")
     p.add_argument("--key-clip", type=float, default=KEY_CLIP, help="of minmax")
     p.add_argument("--value-clip", type=float, default=VALUE_CLIP, help="of minmax")
+    p.add_argument("--search", action="store_true", help="instead of these gains and clips: for each layer those that "
+                   "leave its attention output least wrong")  # fmt: skip
     p.add_argument("--value-target", choices=tuple(VALUE_TARGETS), default="weighted",
                    help="reference: what values are rotated by")  # fmt: skip
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -89,6 +93,7 @@ def run(options: argparse.Namespace) -> Sidecar:
         value_gain=options.value_gain,
         key_clip=options.key_clip,
         value_clip=options.value_clip,
+        search=options.search,
     )
     if options.sequences < 1 or options.length < 2 or options.stride < 1:
         raise ConfigError("--sequences, --length and --stride must be positive")
@@ -132,7 +137,8 @@ def calibrate(
         raise ConfigError(
             f"sequences of {length} tokens never read INT2: take --length above sink + window = {sink + window}"
         )
-    far = FarSet(sink, window, stride) if recipe.aware else None
+    pairs = FarSet(sink, window, stride)
+    far = pairs if recipe.aware else None
     job: dict[str, Any] = {
         "version": __version__,
         "model": name,
@@ -140,13 +146,18 @@ def calibrate(
         "data": data.digest,
         "far": vars(far) if far else None,
         "dtype": str(next(model.decoder.parameters()).dtype),
+        "search": vars(recipe) if recipe.search else None,
     }
+
+    def tune(statistics: LayerStatistics, samples: Sequence[Attention]) -> dict[str, torch.Tensor]:
+        return search(solve(statistics, recipe)[0], samples, pairs, recipe.group_size)
+
     state = State(state_folder, job, resume)
     if state.done >= 0:
         logger.info("going on after %d layers (%s)", state.done, state_folder)
     layers = len(model.layers)
     with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
-        collect(model, data.ids, far, state, bar.update)
+        collect(model, data.ids, far, state, bar.update, tune if recipe.search else None)
     solved: dict[int, LayerCalibration] = {}
     absent = []
     for index in range(layers):
@@ -166,6 +177,7 @@ def calibrate(
         "length": length,
         "tokens": data.ids.numel(),
         "stride": stride,
+        "search": recipe.search,
         "value_target": recipe.value_target if recipe.method == "reference" else None,
         "vllm_oscar": __version__,
     }

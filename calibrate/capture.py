@@ -43,15 +43,15 @@ class Attention:
     sinks: torch.Tensor | None
     projection: torch.Tensor
 
-    def probabilities(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The softmax of some queries, and how a change of a raw logit passes through the soft cap.
+    def logits(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes into the softmax of some queries, and how a change of a raw logit passes through the soft cap.
 
         Args:
             rows: int64 (n,), ascending queries
 
         Returns:
-            Probabilities and slopes, float32 (float64 for float64 queries), (KV heads, group, n, keys): keys as far
-            as the last of `rows` can see. Slopes are a scalar 1 without a soft cap.
+            Logits, -inf where attention does not go, and slopes, float32 (float64 for float64 queries), (KV heads,
+            group, n, keys): keys as far as the last of `rows` can see. Slopes are a scalar 1 without a soft cap.
         """
         kv_heads, _, head_size = self.key.shape
         stop = int(rows[-1]) + 1
@@ -66,11 +66,19 @@ class Attention:
             allowed = self.mask[rows, :stop]
         else:
             allowed = torch.arange(stop, device=rows.device) <= rows[:, None]
-        logits.masked_fill_(~allowed, float("-inf"))
+        return logits.masked_fill_(~allowed, float("-inf")), slopes
+
+    def softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Probabilities from logits (KV heads, group, n, keys)."""
         if self.sinks is None:
-            return logits.softmax(-1), slopes
-        sinks = exact(self.sinks).view(kv_heads, -1, 1, 1).expand(-1, -1, len(rows), 1)
-        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1], slopes
+            return logits.softmax(-1)
+        sinks = exact(self.sinks).view(*logits.shape[:2], 1, 1).expand(*logits.shape[:3], 1)
+        return torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+
+    def probabilities(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The softmax of some queries, and slopes, both as in `logits`."""
+        logits, slopes = self.logits(rows)
+        return self.softmax(logits), slopes
 
     def blocks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         """Queries in pieces whose probabilities are at most BLOCK_ELEMENTS numbers."""

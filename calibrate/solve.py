@@ -1,6 +1,6 @@
 """From statistics to what the sidecar holds: mean, transform, metric, encoder settings of each layer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Recipe:
             weights), "output" (the paper's formula, exact) or "plain"
         key_gain, value_gain: None: the method's own
         key_clip, value_clip: of `minmax`
+        search: gains and clips are those that `calibrate.search` finds for each layer, where it finds any
     """
 
     method: str
@@ -41,6 +42,7 @@ class Recipe:
     value_gain: float | None = None
     key_clip: float = KEY_CLIP
     value_clip: float = VALUE_CLIP
+    search: bool = False
 
     @classmethod
     def of(cls, method: str, key_encoder: str | None = None, value_encoder: str | None = None, **more: Any) -> "Recipe":
@@ -75,14 +77,25 @@ def solve(statistics: LayerStatistics, recipe: Recipe) -> tuple[LayerCalibration
         The calibration, and by "k" or "v" the heads that no INT2 token was read from: these got a plain Hadamard
         matrix and no mean.
     """
-    tensors = LayerStatistics({name: tensor.cpu() for name, tensor in statistics.tensors.items()})
+    sums = LayerStatistics({name: tensor.cpu() for name, tensor in statistics.tensors.items()})
+    idle: dict[str, list[int]] = {}
     if recipe.aware:
-        key, idle_keys = _aware(tensors, "key", recipe, "k")
-        value, idle_values = _aware(tensors, "value", recipe, "v")
-        return LayerCalibration(key, value), {"k": idle_keys, "v": idle_values}
-    key = _reference(tensors.average("query_covariance"), recipe, "k")
-    value = _reference(tensors.average(VALUE_TARGETS[recipe.value_target]), recipe, "v")
-    return LayerCalibration(key, value), {}
+        key, idle["k"] = _aware(sums, "key", recipe, "k")
+        value, idle["v"] = _aware(sums, "value", recipe, "v")
+    else:
+        key = _reference(sums.average("query_covariance"), recipe, "k")
+        value = _reference(sums.average(VALUE_TARGETS[recipe.value_target]), recipe, "v")
+    return LayerCalibration(_searched(key, sums, "key"), _searched(value, sums, "value")), idle
+
+
+def _searched(calibration: TensorCalibration, statistics: LayerStatistics, name: str) -> TensorCalibration:
+    """With the gain and the clip that were found for this layer, where any were."""
+    found = {
+        setting: float(statistics.tensors[f"{name}_{setting}"])
+        for setting in ("gain", "clip")
+        if f"{name}_{setting}" in statistics.tensors
+    }
+    return replace(calibration, gain=found.get("gain", calibration.gain), clip=found.get("clip", calibration.clip))
 
 
 def _aware(statistics: LayerStatistics, name: str, recipe: Recipe, letter: str) -> tuple[TensorCalibration, list[int]]:

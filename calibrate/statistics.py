@@ -36,7 +36,8 @@ class LayerStatistics:
     Attributes:
         tensors: float64, by name. `reference`: query_covariance, value_plain, value_weighted, value_output
             (heads, D, D), sequences (). `aware`: key_error, key_second, value_error, value_second (heads, D, D),
-            key_first, value_first (heads, D), key_weight, value_weight (heads,).
+            key_first, value_first (heads, D), key_weight, value_weight (heads,). Beside them what `search` found:
+            key_gain, value_gain, key_clip, value_clip ().
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor] | None = None) -> None:

@@ -3,14 +3,15 @@
 The decoder's own forward runs once for each sequence with layers that only note how they were called; what would have
 gone into the first layer is written to a file. Then each layer is loaded, run over all sequences from that file into
 another, and dropped. In memory at a time: the embedding or one layer, one sequence's activations, and the attention
-statistics (`capture.BLOCK_ELEMENTS`); on disk: two files of sequences x length x hidden size in the run dtype.
+statistics (`capture.BLOCK_ELEMENTS`); where gains are searched, SAMPLES attention calls of one layer; on disk: two
+files of sequences x length x hidden size in the run dtype.
 """
 
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vllm_oscar.calibrate.capture import Attention, capturing
+from vllm_oscar.calibrate.search import SAMPLES
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.errors import UnsupportedError
 
@@ -195,9 +197,17 @@ class Call:
         return output
 
 
+Tune = Callable[[LayerStatistics, Sequence[Attention]], dict[str, torch.Tensor]]
+
+
 @torch.inference_mode()
 def collect(
-    model: Model, ids: torch.Tensor, far: FarSet | None, state: State, progress: Callable[[int], object]
+    model: Model,
+    ids: torch.Tensor,
+    far: FarSet | None,
+    state: State,
+    progress: Callable[[int], object],
+    tune: Tune | None = None,
 ) -> None:
     """Run all sequences through all layers; the statistics end up in `state`.
 
@@ -207,6 +217,7 @@ def collect(
         far: None: only what `reference` needs
         state: goes on where it was left
         progress: called with the number of (sequence, layer) pairs finished
+        tune: given a layer's statistics and the first SAMPLES of its attention calls, what to keep beside them
     """
     calls, first = _record(model, ids[:1])
     shape, dtype = (first.shape[1], first.shape[2]), first.dtype
@@ -222,11 +233,20 @@ def collect(
             part.to("meta")  # the embedding is not needed any more
     for number in range(state.done, len(model.layers)):
         statistics = LayerStatistics()
+        samples: list[Attention] = []
+
+        def observe(attention: Attention) -> None:
+            statistics.add(attention, far)  # noqa: B023
+            if tune and len(samples) < SAMPLES:  # noqa: B023
+                samples.append(attention)  # noqa: B023
+
         source, target = state.hidden(number, shape, dtype), state.hidden(number + 1, shape, dtype)
-        with model.resident(number) as layer, capturing(model.decoder.config, lambda a: statistics.add(a, far)):  # noqa: B023
+        with model.resident(number) as layer, capturing(model.decoder.config, observe):
             for index in range(len(ids)):
                 target.write(index, calls[number](layer, source.read(index).to(model.device)))
                 progress(1)
+            if tune and samples:
+                statistics.tensors |= tune(statistics, samples)
         source.close()
         target.close()
         state.finish(number, statistics)

@@ -18,14 +18,18 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from vllm_oscar import errors  # noqa: E402
+from vllm_oscar.cache_layer import CacheLayer  # noqa: E402
 from vllm_oscar.calibrate.__main__ import calibrate, main  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output, capturing  # noqa: E402
 from vllm_oscar.calibrate.data import Corpus, Sequences, builtin_text, open_corpus, sequences  # noqa: E402
+from vllm_oscar.calibrate.search import CLIPS, KEY_GAINS, SAMPLES, search  # noqa: E402
 from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
 from vllm_oscar.calibrate.streaming import Model, State, collect  # noqa: E402
+from vllm_oscar.page_layout import PageLayout  # noqa: E402
+from vllm_oscar.quantizer import decode  # noqa: E402
 from vllm_oscar.rotation import hadamard  # noqa: E402
-from vllm_oscar.sidecar import ModelFingerprint, Sidecar  # noqa: E402
+from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar  # noqa: E402
 
 FAR = FarSet(sink=4, window=8, stride=1)
 BASE = {
@@ -306,6 +310,82 @@ def test_killed_runs_go_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "killed.state").exists()
 
 
+def output_error(a: Attention, layer: LayerCalibration, far: FarSet) -> float:
+    """Squared error of the attention's projected output, pair by pair, over keys and values that `layer` stored."""
+    codecs = CacheLayer.of(layer, PageLayout(64, 16), torch.bfloat16)
+    stored = []
+    for codec, rows in ((codecs.key, a.key), (codecs.value, a.value)):
+        e = codec.encode(codec.transform.forward(rows.transpose(0, 1)).bfloat16())
+        stored.append(codec.transform.backward(decode(e.codes, e.scale, e.offset)).transpose(0, 1).double())
+    total = 0.0
+    ratio = a.query.shape[0] // a.key.shape[0]
+    for i in far.queries(a.key.shape[1]).tolist():
+        wrong = torch.zeros(a.projection.shape[1], dtype=torch.float64)
+        for r in range(a.query.shape[0]):
+            key, value = a.key[r // ratio].double().clone(), a.value[r // ratio].double().clone()
+            old = slice(far.sink, i - far.window + 1)
+            outputs = []
+            for _ in range(2):
+                p = (key[: i + 1] @ a.query[r, i].double() * a.scaling).softmax(0)
+                outputs.append(p @ value[: i + 1])
+                key[old], value[old] = stored[0][r // ratio, old], stored[1][r // ratio, old]
+            wrong += a.projection[r].double() @ (outputs[1] - outputs[0])
+        total += float(wrong.square().sum())
+    return total
+
+
+@pytest.mark.parametrize("method", ["aware", "reference"])
+def test_searched_gains_and_clips_leave_the_least_output_error(method: str) -> None:
+    """Against the error by its definition, for settings around the ones found."""
+    attention = whole_model(tiny("llama", num_hidden_layers=1), tokens(1, 70))[0][0]
+    statistics = LayerStatistics()
+    statistics.add(attention, FAR if method == "aware" else None)
+    layer, _ = solve(statistics, Recipe.of(method, per="head", group_size=64))
+    found = {name: float(value) for name, value in search(layer, [attention], FAR, 64).items()}
+
+    def error(**settings: float) -> float:
+        parts = {"key": layer.key, "value": layer.value}
+        for name, value in (found | settings).items():
+            tensor, _, setting = name.partition("_")
+            parts[tensor] = replace(parts[tensor], **{setting: value})
+        return output_error(attention, LayerCalibration(**parts), FAR)
+
+    best = error()
+    if method == "aware":
+        assert found.keys() == {"key_gain", "value_gain"}
+        others = [error(key_gain=gain) for gain in KEY_GAINS[::2]]
+        others += [error(value_gain=found["value_gain"] + step) for step in (-0.05, 0.05)]
+    else:
+        assert found.keys() == {"key_clip", "value_clip"}
+        others = [error(value_clip=clip) for clip in CLIPS]
+    assert best <= 1.01 * min(others)  # the search leaves out the rounding of stretched scales to fp16
+    assert best < 0.99 * max(others)
+
+
+def test_search_on_the_command_line_survives_a_kill(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ("--search", "--sequences", str(SAMPLES + 1))
+    assert main(command(checkpoint, tmp_path / "a", *more)) == 0
+    calls: list[int] = []
+
+    def killed(layer: LayerCalibration, samples: list[Attention], *rest: Any) -> dict[str, torch.Tensor]:
+        calls.append(len(samples))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return search(layer, samples, *rest)
+
+    monkeypatch.setattr("vllm_oscar.calibrate.__main__.search", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main(command(checkpoint, tmp_path / "b", *more))
+    assert main(command(checkpoint, tmp_path / "b", *more)) == 0
+    assert calls == 4 * [SAMPLES]  # three layers, one of them twice; no more samples than that in memory
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    layers = Sidecar.load(tmp_path / "a").layers.values()
+    assert all(layer.key.gain in KEY_GAINS for layer in layers)
+    assert len({layer.value.gain for layer in layers}) == 3
+
+
 def test_a_state_of_another_job_is_not_used(tmp_path: Path) -> None:
     state = State(tmp_path / "s", {"data": 1})
     state.finish(-1)
@@ -316,16 +396,17 @@ def test_a_state_of_another_job_is_not_used(tmp_path: Path) -> None:
 
 
 def test_heads_that_read_no_int2_get_hadamard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A sliding window narrower than sink + window leaves F empty."""
+    """A sliding window narrower than sink + window leaves F empty, and nothing to search gains with."""
     tiny("mistral", sliding_window=8).save_pretrained(tmp_path / "m")
     fingerprint = ModelFingerprint.of(transformers.AutoConfig.from_pretrained(tmp_path / "m"))
-    recipe = Recipe.of("aware", per="head", group_size=64)
+    recipe = Recipe.of("aware", per="head", group_size=64, search=True)
     data = Sequences.of(tokens(2, 40), "random")
     with caplog.at_level("INFO"), Model.opened(str(tmp_path / "m"), torch.device("cpu"), torch.float32) as model:
         sidecar = calibrate(model, fingerprint, data, recipe, 4, 8, 1, tmp_path / "state")
     tensor = sidecar.layers[1].key
     assert torch.equal(tensor.transform[1], hadamard(64).float())
     assert not tensor.mean.any()
+    assert tensor.gain == recipe.settings("k")["gain"]
     assert "layer 1: plain Hadamard for keys of heads [0, 1]" in caplog.text
     sidecar.save(tmp_path / "s")
 
