@@ -78,7 +78,6 @@ def run(options: argparse.Namespace) -> Sidecar:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to look at
-    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # layers on disk are no surprise
     out = options.out or cached_path(options.model)
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(options.model))
     layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes

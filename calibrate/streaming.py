@@ -8,6 +8,7 @@ files of sequences x length x hidden size in the run dtype.
 """
 
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -46,6 +47,7 @@ class Model:
         """A checkpoint (folder or hub id) with its layers left on disk. dtype None: the checkpoint's, BF16 for FP32."""
         from transformers import AutoConfig, AutoModelForCausalLM
 
+        logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # layers on disk are no surprise
         config = AutoConfig.from_pretrained(name)
         text_config = config.get_text_config()
         if dtype is None:

@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from transformers import AutoConfig, AutoTokenizer
 
+    from vllm_oscar.evaluation.drift import drifts
     from vllm_oscar.evaluation.generation import answer, answer_table, chat_prompts
     from vllm_oscar.evaluation.measure import measure
     from vllm_oscar.evaluation.needle import find, needle_table, needles
@@ -72,6 +73,9 @@ def run(options: argparse.Namespace) -> int:
     prompts = chat_prompts(tokenizer, options.generate) if options.generate else []
 
     quality, found, answers = [], [], []
+    moved = drifts(options.model, own, texts)
+    for drift in moved:
+        _progress(str(drift))
     if texts:
         for result in measure(options.model, methods, texts):
             quality.append(result)
@@ -85,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             answers.append(one)
             _progress(answer_table([one]))
     if options.json:
-        parts: dict[str, list[Any]] = {"texts": quality, "needles": found, "answers": answers}
+        parts: dict[str, list[Any]] = {"texts": quality, "needles": found, "answers": answers, "drift": moved}
         print(json.dumps({name: [asdict(one) for one in part] for name, part in parts.items()}, indent=2))
     else:
         shown = (quality and table(quality), found and needle_table(found), answers and answer_table(answers))
