@@ -7,6 +7,7 @@ for each batch, the number of layer outputs and the largest error in units of wh
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -16,9 +17,20 @@ from vllm import LLM, SamplingParams  # noqa: E402
 
 from benchmarks.shapes import liven, model_folder, random_sidecar  # noqa: E402
 from benchmarks.verify_engine import check_layers, prompts  # noqa: E402
+from vllm_oscar.integration import warm_up  # noqa: E402
 from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
 from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402
-from vllm_oscar.integration.warm_up import warm_up  # noqa: E402
+from vllm_oscar.integration.runtime import OscarRuntime  # noqa: E402
+
+
+def rehearse(vllm_config: Any) -> None:
+    """Warm-up, with fewer batches than a GPU needs; prints what it left behind: tokens in pages, slots taken."""
+    warm_up.batches = lambda builder: iter([([1, 1], 0), ([3], 17)])
+    warm_up.warm_up(vllm_config)
+    builders = OscarRuntime.shared(vllm_config).builders.values()
+    pages = sum(int(layer.kv_cache.count_nonzero()) for builder in builders for layer in builder.layers)
+    tables = [builder._table(builder.impl.pages(builder.layers[0].kv_cache))[0] for builder in builders]
+    print("left behind", pages, *(int((table.block_of_slot >= 0).sum()) for table in tables), flush=True)
 
 
 def main(root: Path) -> None:
@@ -41,8 +53,7 @@ def main(root: Path) -> None:
         num_gpu_blocks_override=64,
         additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 32}},
     )
-    warm_up(llm.llm_engine.vllm_config)
-    print("warmed up", flush=True)
+    rehearse(llm.llm_engine.vllm_config)
     llm.apply_model(liven)
     sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
     for batch in (prompts(2, 20), prompts(1, 110), [*prompts(2, 30, 5), *prompts(1, 70, 9)]):

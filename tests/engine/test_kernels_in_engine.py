@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.engine
 
@@ -30,3 +32,37 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
     assert int(batches[0][0]) == 2 * (1 + 3) * layers
     assert int(batches[1][0]) == (2 + 3) * layers
     assert all(float(worst) < 1 for _, worst in batches), batches
+    assert "left behind 0 0\n" in done.stdout  # the warm-up before it wrote nothing and kept nothing
+
+
+@pytest.mark.parametrize(("heads", "ratio", "head_size", "q_len"), [(8, 4, 128, 1), (2, 8, 64, 4), (1, 16, 256, 1)])
+def test_warm_up_covers_the_variants_of_every_batch_size(heads: int, ratio: int, head_size: int, q_len: int) -> None:
+    from vllm_oscar.integration.warm_up import batches
+    from vllm_oscar.kernels.decode import column_tiles, compiled_for
+    from vllm_oscar.kernels.segments import programs_per_wave
+
+    device = torch.device("cpu")
+    workspaces = SimpleNamespace(prefill=SimpleNamespace(capacity=8192))
+    builder = SimpleNamespace(
+        device=device,
+        runtime=SimpleNamespace(decode_threshold=q_len),
+        impl=SimpleNamespace(num_kv_heads=heads, ratio=ratio, head_size=head_size, workspaces=workspaces),
+        vllm_config=SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=300, max_num_batched_tokens=2048),
+            model_config=SimpleNamespace(max_model_len=16384),
+        ),
+    )
+    rehearsed = list(batches(builder))  # type: ignore[arg-type]
+
+    def variant(seqs: int, queries: int) -> tuple[int, ...]:
+        rows = max(seqs, programs_per_wave(device) // (heads * column_tiles(queries, ratio)[1]))
+        return queries, *compiled_for(seqs, queries, rows, heads, ratio, head_size)
+
+    needed = {variant(seqs, queries) for queries in range(1, q_len + 1) for seqs in range(1, 301)}
+    decodes = [queries for queries, before in rehearsed if queries[0] <= q_len]
+    assert {variant(len(queries), queries[0]) for queries in decodes} == needed
+    assert len(decodes) == len(needed)
+    # few and many tokens, each without history, with some, and with more than one call restores
+    assert {(queries[0], before) for queries, before in rehearsed if queries[0] > q_len} == {
+        (tokens, before) for tokens in (q_len + 1, q_len + 128) for before in (0, 1, 8192)
+    }

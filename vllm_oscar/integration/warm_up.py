@@ -52,7 +52,7 @@ def batches(builder: "CudaMetadataBuilder") -> Iterator[tuple[list[int], int]]:
                 yield [q_len] * seqs, 0
     longest = config.model_config.max_model_len
     most = config.scheduler_config.max_num_batched_tokens
-    for query in {min(threshold + 1, most), min(threshold + 128, most)}:
+    for query in sorted({min(threshold + 1, most), min(threshold + 128, most)}):
         # without history, with some, and with more than one call restores
         for before in (0, 1, impl.workspaces.prefill.capacity):
             if query > threshold and before + query <= longest:
