@@ -16,7 +16,7 @@ from torch import nn
 from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.evaluation.metrics import Scores
 from vllm_oscar.page_layout import PageLayout
-from vllm_oscar.quantizer import decode
+from vllm_oscar.quantizer import Encoded, decode
 from vllm_oscar.sidecar import Sidecar
 
 NAME = "vllm_oscar_emulation"  # of our attention function in transformers' registry
@@ -70,14 +70,13 @@ class Stored:
             layout = PageLayout(self.sidecar.fingerprint.head_size, 16, self.sidecar.group_size)
             made = CacheLayer.of(self.sidecar.layers[layer], layout, torch.bfloat16)
             self._codecs[layer] = made.key if self.letter == "k" else made.value
-        return through(self._codecs[layer], rows)
+        codec = self._codecs[layer]
+        kept = self.stored(codec.encode(codec.transform.forward(rows.transpose(0, 1)).bfloat16()))
+        return codec.transform.backward(decode(kept.codes, kept.scale, kept.offset)).transpose(0, 1)
 
-
-def through(codec: RowCodec, rows: torch.Tensor) -> torch.Tensor:
-    """Rows (heads, T, D) float32 into codes and back."""
-    y = codec.transform.forward(rows.transpose(0, 1)).bfloat16()
-    codes = codec.encode(y)
-    return codec.transform.backward(decode(codes.codes, codes.scale, codes.offset)).transpose(0, 1)
+    def stored(self, encoded: Encoded) -> Encoded:
+        """What is kept of a row: all of it; variants lose something here."""
+        return encoded
 
 
 def cache_of(sidecar: Sidecar, **changes: Any) -> Cache:

@@ -1,0 +1,162 @@
+"""Keys with large biases, as Qwen2 has them: SmolLM2 with a bias on some RoPE pairs, emulated or as a Qwen2 folder.
+
+    python -m benchmarks.key_bias MODEL                      a table of variants, emulated
+    python -m benchmarks.key_bias MODEL --write FOLDER [--pairs 31 20 8]     for `oscar calibrate` and `oscar eval`
+
+The bias b is MAGNITUDE times the rms of the head's key channels, with random signs, on both channels of the named pairs
+(31 turns slowest, 0 fastest) of every layer and head. Emulated, the cache holds BF16(k + RoPE(b, position)) and what
+q meets has RoPE(b, position) taken off again: the model is SmolLM2 still, and only storing the keys becomes harder.
+`subtracted` stores k itself, as a cache would that holds K - RoPE(b, position) and adds q RoPE(b, position) to logits.
+
+A folder cannot take the bias off the logits. Its queries are divided by MAGNITUDE on these pairs instead, so that
+the pair's part of a logit keeps its size; this is another model, with a perplexity of its own.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.emulation import HEAD, Cache, Stored, line, load, measure
+from vllm_oscar.calibrate.capture import Attention, capturing
+from vllm_oscar.calibrate.data import open_corpus, sequences
+from vllm_oscar.calibrate.solve import Recipe, solve
+from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
+from vllm_oscar.evaluation.windows import held_out
+from vllm_oscar.sidecar import ModelFingerprint, Sidecar
+
+MAGNITUDE = 50.0
+SINK, WINDOW, CONTEXT = 64, 256, 2048
+PAIRS = {"slow (31)": [31], "middle (20)": [20], "fast (8)": [8], "all three": [31, 20, 8]}
+Biases = list[torch.Tensor]  # of each layer
+
+
+class BiasedStatistics(LayerStatistics):
+    """Statistics of a layer, and the moments that its keys would have with each of some biases.
+
+    Attributes:
+        biased: by the bias's name
+    """
+
+    def __init__(self, rotated: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._rotated = rotated  # (KV heads, T, D)
+        self.biased = {name: LayerStatistics() for name in rotated}
+
+    def _add_moments(self, name: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        super()._add_moments(name, rows, weight)
+        if name == "key":
+            for bias, rotated in self._rotated.items():
+                self.biased[bias]._add_moments(name, rows + rotated, weight)
+
+    def with_bias(self, name: str) -> LayerStatistics:
+        """All of the layer's sums."""
+        return LayerStatistics(self.tensors | self.biased[name].tensors)
+
+
+@torch.inference_mode()
+def observed(model: Any, ids: torch.Tensor) -> Iterator[tuple[int, Attention]]:
+    """Every attention call with its layer, of whole forward passes."""
+    for row in ids:
+        calls: list[Attention] = []
+        with capturing(model.config, calls.append):
+            model.get_decoder()(input_ids=row[None], use_cache=False)
+        yield from enumerate(calls)
+
+
+def biases(model: Any, ids: torch.Tensor, pairs: list[int]) -> Biases:
+    """b of each layer, float32 (KV heads, D)."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for _, attention in observed(model, ids[:1]):
+        heads, _, size = attention.key.shape
+        rms = attention.key.float().square().mean((1, 2)).sqrt()
+        bias = torch.zeros(heads, size)
+        for pair in pairs:
+            for channel in (pair, pair + size // 2):
+                bias[:, channel] = MAGNITUDE * rms * (torch.randint(0, 2, (heads,), generator=generator) * 2 - 1)
+        made.append(bias)
+    return made
+
+
+def rotated(model: Any, bias: torch.Tensor) -> torch.Tensor:
+    """RoPE(b, position), (KV heads, CONTEXT, D)."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    cos, sin = model.get_decoder().rotary_emb(torch.zeros(1), torch.arange(CONTEXT)[None])
+    rows = bias[None, :, None].expand(-1, -1, CONTEXT, -1)
+    return apply_rotary_pos_emb(rows, rows, cos, sin)[0][0]
+
+
+def emulate(model: Any, tokenizer: Any, windows: int, count: int) -> None:
+    """Print the table."""
+    ids = sequences(open_corpus(None, tokenizer), tokenizer, count, CONTEXT, 0).ids
+    turned = {name: [rotated(model, b) for b in biases(model, ids, pairs)] for name, pairs in PAIRS.items()}
+    layers = range(model.config.num_hidden_layers)
+    sums = [BiasedStatistics({name: by_layer[layer] for name, by_layer in turned.items()}) for layer in layers]
+    for layer, attention in observed(model, ids):
+        sums[layer].add(attention, FarSet(SINK, WINDOW))
+    fingerprint = ModelFingerprint.of(model.config)
+    recipe = Recipe.of("aware", per="head", group_size=fingerprint.head_size)
+
+    def sidecar(statistics: list[LayerStatistics]) -> Sidecar:
+        solved = {layer: solve(one, recipe)[0] for layer, one in enumerate(statistics)}
+        return Sidecar(solved, fingerprint, "aware", fingerprint.head_size, SINK, WINDOW)
+
+    plain = sidecar(list(sums))
+    text = held_out(tokenizer, "prose", windows, CONTEXT)
+    print(f"prose, {windows} windows, bias {MAGNITUDE:g} x rms, calibrated on {len(ids)} sequences\n{HEAD}", flush=True)
+    for name, by_layer in turned.items():
+        own = Stored(sidecar([one.with_bias(name) for one in sums]), "k")
+
+        def stored(layer: int, key: torch.Tensor, own: Stored = own, by_layer: Biases = by_layer) -> torch.Tensor:
+            return own(layer, (key + by_layer[layer]).bfloat16().float()) - by_layer[layer]
+
+        caches = {
+            f"{name}: the default": Cache(stored, Stored(plain, "v"), SINK, WINDOW),
+            f"{name}: subtracted": Cache(Stored(plain, "k"), Stored(plain, "v"), SINK, WINDOW),
+        }
+        for label, result in measure(model, text, caches):
+            print(line(label, result), flush=True)
+
+
+def write(model: Any, tokenizer: Any, folder: Path, pairs: list[int]) -> None:
+    """A Qwen2 checkpoint with the bias in its key projections."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    ids = sequences(open_corpus(None, tokenizer), tokenizer, 1, CONTEXT, 0).ids
+    given = {k: v for k, v in model.config.to_dict().items() if k not in ("architectures", "model_type")}
+    made = Qwen2ForCausalLM(Qwen2Config(**given)).bfloat16()
+    made.load_state_dict(model.state_dict(), strict=False)
+    size = model.config.head_dim
+    channels = [channel for pair in pairs for channel in (pair, pair + size // 2)]
+    with torch.no_grad():
+        for layer, bias in zip(made.model.layers, biases(model, ids, pairs), strict=True):
+            projections = layer.self_attn
+            for projection in (projections.q_proj, projections.v_proj):
+                projection.bias.zero_()
+            projections.k_proj.bias.copy_(bias.flatten())
+            projections.q_proj.weight.view(-1, size, model.config.hidden_size)[:, channels] /= MAGNITUDE
+    made.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="INT2 caches of keys with large biases.")
+    parser.add_argument("model", help="folder of a Llama with head size 64")
+    parser.add_argument("--write", type=Path, metavar="FOLDER", help="write a Qwen2 checkpoint instead")
+    parser.add_argument("--pairs", type=int, nargs="+", default=PAIRS["all three"], help="of the checkpoint")
+    parser.add_argument("--windows", type=int, default=2, help="of 2,048 tokens")
+    parser.add_argument("--sequences", type=int, default=6, help="of calibration")
+    options = parser.parse_args()
+    model, tokenizer = load(options.model)
+    if options.write:
+        write(model, tokenizer, options.write, options.pairs)
+    else:
+        emulate(model, tokenizer, options.windows, options.sequences)
+
+
+if __name__ == "__main__":
+    main()
