@@ -576,13 +576,14 @@ def test_needles_lie_where_they_say_among_labels_that_differ_in_one_word(letters
     ]
     for needle in asked:
         text = "".join(map(chr, needle.ids))
-        found = re.findall(r"The code of the (\w+) locker in (\w+) is (\d+)\.", text)
-        right = [label for *label, code in found if code == needle.answer]
-        assert text[needle.length :] == f"\n\nThe code of the {right[0][0]} locker in {right[0][1]} is"
-        assert sorted((a == right[0][0]) + (b == right[0][1]) for a, b, _ in found) == [1, 1, 1, 1, 2]
+        found = re.findall(r"The code for (\w+) is (\d+)\.", text)
+        assert len(found) == 2 * len(set(found)) == 8  # four labels, each twice
+        town = next(town for town, code in found if code == needle.answer)
+        assert text[needle.length :] == f"\n\nThe code for {town} is"
+        assert len({town for town, _ in found}) == len({code for _, code in found}) == 4
         # all are behind the sink; those before the needle push it back by their length
         assert text.index(needle.answer) / needle.length == pytest.approx(needle.depth, abs=0.2)
-        assert text.index("The code of the") >= 64
+        assert text.index("The code for") >= 64
     assert needles(letters, [1024], 1) == needles(letters, [1024], 1)
 
 

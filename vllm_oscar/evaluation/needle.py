@@ -1,8 +1,8 @@
 """Needles in a haystack: can the model still read one number far back, among others that are labelled almost alike?
 
-A prompt is held-out prose with sentences like "The code of the third locker in Lisbon is 48213." in it, all of one
-length but each with another ordinal or another town, and ends with the start of one of them. The cache has to keep
-every token of the label apart from its neighbours' for the model to copy the right digits.
+A prompt is held-out prose with sentences in it like "The code for Lisbon is 4821.", which differ in the town and the
+number only, and ends with the start of one of them. The cache has to keep the towns apart for the model to copy the
+right number. Each sentence is there twice in a row: a small model cannot do it otherwise, over any cache.
 """
 
 import random
@@ -18,9 +18,10 @@ from vllm_oscar.evaluation.methods import BF16, Method
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)  # of the needle: outside sink and window from 1,024 tokens on
 CHUNK = 256  # tokens of a prefill step; the question has a step of its own
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-_TOWNS = ("Lisbon", "Vienna", "Prague", "Dublin", "Athens", "Warsaw")
-_SAME = 2  # distractors that share the ordinal, and as many that share the town
+_TOWNS = ("Lisbon", "Vienna", "Prague", "Dublin", "Athens", "Warsaw", "Madrid", "London")
+_DISTRACTORS = 3
+_LABEL = "The code for {} is"
+_SENTENCE = "\n\n{0} {1}. {0} {1}.\n\n"
 _ANSWER = 8  # tokens
 
 
@@ -78,29 +79,27 @@ def needles(tokenizer: Any, lengths: Sequence[int], trials: int) -> list[Needle]
 
 
 def _needle(tokenizer: Any, prose: list[int], length: int, depth: float, draw: random.Random) -> Needle:
-    ordinals, towns = draw.sample(_ORDINALS, 1 + _SAME), draw.sample(_TOWNS, 1 + _SAME)
-    label = f"{ordinals[0]} locker in {towns[0]}"
-    others = [f"{other} locker in {towns[0]}" for other in ordinals[1:]]
-    others += [f"{ordinals[0]} locker in {other}" for other in towns[1:]]
-    codes = [str(code) for code in draw.sample(range(10000, 100000), 1 + len(others))]
-    # the distractors lie at even distances, in any order, and outside sink and window too
-    depths = [DEPTHS[-1] * (i + 0.5) / len(others) for i in range(len(others))]
-    draw.shuffle(others)
-    placed = sorted([(depth, label, codes[0]), *zip(depths, others, codes[1:], strict=True)])
+    towns = draw.sample(_TOWNS, 1 + _DISTRACTORS)
+    codes = [str(code) for code in draw.sample(range(1000, 10000), 1 + _DISTRACTORS)]
+    # the distractors lie at even distances, and outside sink and window too
+    depths = [depth, *(DEPTHS[-1] * (i + 0.5) / _DISTRACTORS for i in range(_DISTRACTORS))]
 
     def tokens(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False).input_ids)
 
-    sentences = [tokens(f"\n\nThe code of the {name} is {code}.\n\n") for _, name, code in placed]
-    room = length - sum(map(len, sentences))
+    placed = sorted(
+        (at, tokens(_SENTENCE.format(_LABEL.format(town), code)))
+        for at, town, code in zip(depths, towns, codes, strict=True)
+    )
+    room = length - sum(len(sentence) for _, sentence in placed)
     start = draw.randrange(len(prose) - room + 1)
     ids: list[int] = []
     taken = 0
-    for (at, _, _), sentence in zip(placed, sentences, strict=True):
+    for at, sentence in placed:
         ids += prose[start + taken : start + int(at * room)] + sentence
         taken = int(at * room)
     ids += prose[start + taken : start + room]
-    return Needle(length, depth, ids + tokens(f"\n\nThe code of the {label} is"), codes[0])
+    return Needle(length, depth, ids + tokens("\n\n" + _LABEL.format(towns[0])), codes[0])
 
 
 def find(model: str, methods: Sequence[Method], asked: Sequence[Needle]) -> Iterator[list[Found]]:
