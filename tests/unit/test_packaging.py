@@ -45,6 +45,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_every_module_and_no_other_top_level(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name for name in names if name.endswith(".py")} == expected_modules()
+    texts = ROOT / "vllm_oscar" / "evaluation" / "texts"
+    assert {f"vllm_oscar/evaluation/texts/{path.name}" for path in texts.iterdir()} <= set(names)
     information = f"vllm_oscar-{vllm_oscar.__version__}.dist-info"
     assert {name.split("/")[0] for name in names} == {"vllm_oscar", information}
     assert f"{information}/licenses/LICENSE" in names
