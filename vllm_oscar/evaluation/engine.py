@@ -8,7 +8,7 @@ hidden states and are compared in this process, some positions at a time, instea
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def forced_through_cache(
     model: str,
     kv_cache_dtype: str,
     context: int,
-    sidecar: str | None = None,
+    oscar: Mapping[str, Any] | None = None,
     chunk: int = CHUNK,
     concurrent: int = CONCURRENT,
 ) -> Iterator["Engine"]:
@@ -121,15 +121,15 @@ def forced_through_cache(
     Args:
         model: folder or hub id
         kv_cache_dtype: vLLM's option
-        sidecar: of an OSCAR cache; None: the model's own
+        oscar: the plugin's options, of an OSCAR cache
         chunk: tokens that a request advances in a step
         concurrent: requests side by side
     """
-    oscar: dict[str, Any] = {"sidecar": sidecar, "pool_share": 0.5}  # no window is shrunk
     with started(
         model,
         kv_cache_dtype=kv_cache_dtype,
-        additional_config={"oscar": oscar} if kv_cache_dtype == "oscar" else {},
+        # half of the memory for BF16 copies: no window is shrunk
+        additional_config={"oscar": {"pool_share": 0.5, **(oscar or {})}} if kv_cache_dtype == "oscar" else {},
         max_model_len=context + 1,
         max_num_seqs=concurrent,
         max_num_batched_tokens=chunk * concurrent,

@@ -66,11 +66,12 @@ def running(
         EvaluationError: BF16 copies that the contract names were missing.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = None
+        options = {}
         if method.sidecar is not None:  # serving reads sidecars from files
-            path = str(Path(folder) / "sidecar.safetensors")
-            method.sidecar.save(Path(path))
-        with forced_through_cache(model, method.kv_cache_dtype, context, path, chunk, concurrent) as engine:
+            path = Path(folder) / "sidecar.safetensors"
+            method.sidecar.save(path)
+            options = {"sidecar": str(path), "sink": method.sink, "window": method.window}
+        with forced_through_cache(model, method.kv_cache_dtype, context, options, chunk, concurrent) as engine:
             if method.codec is not None:
                 engine.emulate(method.codec, method.sink, method.window)
             yield engine
