@@ -1,4 +1,4 @@
-# make env | model | demo | test | lint | clean
+# make env | model | demo | test | lint | seams | test-all-versions | clean
 #
 # Everything lives in .venv and .model; stamp files make a second run instant. OSCAR_VENV=FOLDER uses an environment
 # that exists already.
@@ -9,7 +9,7 @@ ENV := $(if $(OSCAR_VENV),,.venv/.stamp)
 MODEL := .model/SmolLM2-135M-Instruct
 SIDECAR := $(MODEL)/oscar/rotations.safetensors
 
-.PHONY: env model demo test lint clean
+.PHONY: env model demo test lint seams test-all-versions clean
 
 env: $(ENV)
 
@@ -35,6 +35,14 @@ lint: $(ENV)
 
 test: lint
 	$(PYTHON) -m pytest
+
+# the sources of every supported vLLM, from wheels that pip fetches one after the other: about a minute, 1.2 GB
+seams: $(ENV)
+	$(PYTHON) scripts/check_seams.py
+
+# nightly: real engines of every supported vLLM that has a CPU build, about 5 minutes each
+test-all-versions: $(SIDECAR)
+	OSCAR_TEST_MODEL=$(abspath $(MODEL)) OSCAR_TEST_SIDECAR=$(abspath $(SIDECAR)) scripts/test_all_versions.sh
 
 clean:
 	rm -rf .venv .model build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

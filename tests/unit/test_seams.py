@@ -1,0 +1,52 @@
+"""The static check of the seams: the vLLM at hand passes, and what it must find it finds."""
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+from scripts import check_seams
+
+
+def sources_at_hand() -> list[Path]:
+    """The installed vLLM, and those below OSCAR_VLLM_SOURCES."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec and spec.origin
+    further = os.environ.get("OSCAR_VLLM_SOURCES")
+    return [Path(spec.origin).parents[1], *sorted(Path(further).iterdir() if further else ())]
+
+
+INSTALLED = sources_at_hand()[0]
+
+
+@pytest.mark.parametrize("root", sources_at_hand(), ids=lambda root: root.name)
+def test_as_expected(root: Path) -> None:
+    assert check_seams.check(check_seams.Sources(root)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "found"),
+    [
+        ("config/cache.py", "CacheDType = Literal[", "CacheDType = Union[", "CacheDType is no Literal"),
+        ("config/cache.py", "user_specified_block_size", "block_size_was_given", "has no user_specified_block_size"),
+        ("config/vllm.py", "additional_config", "extra_config", "VllmConfig has no additional_config"),
+        ("platforms/cpu.py", "selected_backend", "backend", "CpuPlatform.get_attn_backend_cls takes"),
+        ("v1/worker/gpu_worker.py", "kernel_warmup", "warm_kernels", "gpu_worker has no kernel_warmup"),
+        ("v1/attention/backend.py", "def get_builder_cls(", "def get_maker_cls(", "OscarBackend has no get_maker_cls"),
+        ("v1/attention/backend.py", "common_prefix_len: int", "prefix: int", "CpuMetadataBuilder.build does not take"),
+        ("v1/attention/backend.py", "class AttentionImpl(", "class Impl(", "imports vllm.v1.attention.backend.Attent"),
+        ("v1/attention/backends/utils.py", "require_uniform", "uniform", "with ['require_uniform'], which it does not"),
+        ("v1/attention/backend.py", "num_reqs: int", "num_reqs: int\n    num_new: int", "without ['num_new'], which"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_change_is_found(file: str, old: str, new: str, found: str) -> None:
+    class Changed(check_seams.Sources):
+        def read(self, path: str) -> str | None:
+            text = super().read(path)
+            return text.replace(old, new) if text and path == f"vllm/{file}" else text
+
+    assert old in (INSTALLED / "vllm" / file).read_text()
+    odd = check_seams.check(Changed(INSTALLED))
+    assert any(found in line for line in odd), odd
