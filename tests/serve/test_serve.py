@@ -5,6 +5,7 @@ The model's folder holds the sidecar, in the place where it is looked up, so no 
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,13 @@ class Server:
             "--host", "127.0.0.1", "--port", self.port, "--max-model-len", 512, "--max-num-seqs", 8,
             "--enforce-eager", "--block-size", 16,
         ]  # fmt: skip
-        environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+        shared = log.parent / "prometheus"  # how metrics get from the workers to the server
+        shared.mkdir()
+        environment = os.environ | {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_LOGGING_LEVEL": "INFO",
+            "PROMETHEUS_MULTIPROC_DIR": str(shared),
+        }
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the engine core is a process of its own
         with log.open("wb") as output:
             self.process = subprocess.Popen(
@@ -120,6 +127,18 @@ def test_options_arrive(server: Server, folder: Path) -> None:
     assert "OSCAR BF16 pool: 72 blocks of 16 tokens" in text
 
 
+def test_one_line_says_what_is_served(server: Server) -> None:
+    """SmolLM2: 30 layers of 3 KV heads of size 64: 80 bytes of 512 a token and head, 6.4 times less without copies."""
+    lines = [line for line in server.output().splitlines() if "torch reference on CPU" in line]
+    assert len(lines) == 1
+    assert "30 layers in INT2, 0 not; 3,600 bytes a token in the former, 23,040 with 16 bits, room for" in lines[0]
+    match = re.search(r"room for ([\d,]+) tokens \((\d\.\d+) times", lines[0])
+    assert match
+    tokens, ratio = int(match[1].replace(",", "")), float(match[2])
+    pool = 72 * 16 * 30 * 3 * (2 * 64 * 2 + 8)
+    assert ratio == pytest.approx(tokens * 23040 / (tokens * 3600 + pool), abs=0.01)
+
+
 def test_a_chat_answer_streams(client: Any) -> None:
     stream = client.chat.completions.create(
         model="small",
@@ -151,6 +170,21 @@ def test_eight_requests_at_once(client: Any) -> None:
         assert answer.choices[0].text.startswith(f" {n}{n}{n}")
     tokens = [answer.usage.prompt_tokens for answer in answers]
     assert tokens[0] < 64 < tokens[1] < 200 < tokens[-1]
+
+
+def test_the_workers_counters_are_in_the_servers_metrics(server: Server, client: Any) -> None:
+    """The engine core is another process. The window is whole and INT2 was read by the requests before."""
+    client.completions.create(model="small", prompt="One, two,", max_tokens=140, temperature=0)  # two looks at least
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as reply:
+        text = reply.read().decode()
+    found = dict(re.findall(r'^vllm:oscar_(\w+){engine="0",worker="0"} (\S+)$', text, re.MULTILINE))
+    values = {name: float(value) for name, value in found.items()}
+    assert values["pool_blocks"] == 72
+    assert 0 < values["used_blocks"] <= 72
+    assert values["window_tokens"] == 48
+    assert values["int2_reads_total"] > 1000
+    assert values["bf16_reads_total"] > values["int2_reads_total"]
+    assert values["shrunk_steps_total"] == values["int2_sink_reads_total"] == values["saturated_rows_total"] == 0
 
 
 def test_errors_leave_the_server_alive(client: Any) -> None:

@@ -47,6 +47,9 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = OscarRuntime.shared(vllm_config)
+        if not self.runtime.builders:
+            self.runtime.announce("torch reference on CPU")
+        self.runtime.builders[layer_names[0]] = self
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: "CommonAttentionMetadata", fast_build: bool = False

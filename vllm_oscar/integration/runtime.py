@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.platforms import current_platform
 
+from vllm_oscar import __version__
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
+from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import refuse
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
@@ -32,9 +35,6 @@ _WATCH_EVERY = 64  # calls of `watch` between two looks at the counters on the d
 
 class Counters:
     """What happened so far, summed over layers, KV heads and tokens.
-
-    vLLM's metrics live in the front end and these counts are made in the workers, so they go to the worker's log: a
-    warning when the engine starts to degrade, and `OscarRuntime.statistics` for those who ask.
 
     Attributes:
         int2_reads, bf16_reads: reads of stored tokens by kind; counted on the CPU platform
@@ -80,9 +80,10 @@ class OscarRuntime:
         self.num_slots = 0  # of each layer's pool; known once every layer exists
         self.pool_bytes = 0
         self.workspaces: dict[tuple[int, ...], Any] = {}  # buffers that layers of one shape share, on GPUs
-        self.builders: dict[str, Any] = {}  # of the KV-cache groups, by their first layer, on GPUs
+        self.builders: dict[str, Any] = {}  # of the KV-cache groups, by their first layer
         self._tables: dict[str, SlotTable] = {}
         self._watched = 0
+        self._publisher: Publisher | None = None
         self._pending: tuple[torch.Tensor, torch.Event | None] | None = None
         self._warned: set[str] = set()
 
@@ -184,6 +185,36 @@ class OscarRuntime:
             self._tables[name] = table
         return table
 
+    def announce(self, kernels: str) -> None:
+        """Log what is served, in one line. Called once the pages exist.
+
+        Args:
+            kernels: what runs the layers
+        """
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        impls = [layer.impl for layer in layers if hasattr(getattr(layer, "impl", None), "head_size")]
+        ours = oscar_impls(self.vllm_config)
+        owning = [impl for impl in ours if impl.owns_cache]
+        int2 = sum(impl.token_bytes * impl.num_kv_heads for impl in owning)
+        bf16 = sum(4 * impl.head_size * impl.num_kv_heads for impl in owning)
+        room = ""
+        cache = self.vllm_config.cache_config
+        if len(ours) == len(impls) and len({impl.sliding_window for impl in ours}) == 1:
+            tokens = cache.num_gpu_blocks * cache.block_size
+            ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
+            room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
+        logger.info(
+            "OSCAR %s, %s: %d layers in INT2, %d not; %s bytes a token in the former, %s with 16 bits%s; sidecar %s",
+            __version__,
+            kernels,
+            len(ours),
+            len(impls) - len(ours),
+            f"{int2:,}",
+            f"{bf16:,}",
+            room,
+            self.sidecar.digest[:12] if self.config.rotation == "calibrated" else "none (Hadamard)",
+        )
+
     def forget_slots(self) -> None:
         """Take all slots back, in place."""
         for table in self._tables.values():
@@ -197,11 +228,15 @@ class OscarRuntime:
             counts, event = self._pending
             if event is None or event.query():
                 self._pending = None
-                self._warn("shrunk", int(counts[0]), _SHRUNK)
-                self._warn("saturated", int(counts[1]), _SATURATED)
+                statistics = self._named(counts)
+                self._warn("shrunk", statistics["shrunk_steps"], _SHRUNK)
+                self._warn("saturated", statistics["saturated_rows"], _SATURATED)
+                if self._publisher is None:
+                    ranks = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+                    self._publisher = Publisher(self.vllm_config.parallel_config.data_parallel_rank, ranks)
+                self._publisher.publish(statistics)
         if self._pending is None and self._watched % _WATCH_EVERY == 1:
-            shrunk = torch.cat([table.shrunk_steps for table in self._tables.values()]).amax(0, keepdim=True)
-            counts = torch.cat([shrunk, self.counters.saturated_rows.to(shrunk.device)])
+            counts = self._counts()
             event = None
             if counts.is_cuda:
                 counts = counts.to("cpu", non_blocking=True)
@@ -215,17 +250,37 @@ class OscarRuntime:
             logger.warning(text, count)
 
     def statistics(self) -> dict[str, int]:
-        """All counters, read from the device."""
-        counters, tables = self.counters, self._tables.values()
-        return {
-            "int2_reads": counters.int2_reads,
-            "bf16_reads": counters.bf16_reads,
-            "int2_sink_reads": counters.int2_sink_reads,
-            "saturated_rows": int(counters.saturated_rows),
-            "evicted_blocks": sum(int(table.evictions) for table in tables),
-            "shrunk_steps": sum(int(table.shrunk_steps) for table in tables),
+        """All counters, read from the device; for their meaning see `metrics`."""
+        return self._named(self._counts())
+
+    def _counts(self) -> torch.Tensor:
+        """int64 (5,) on the device: what `_named` takes."""
+        tables = list(self._tables.values())
+        used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).sum()
+        window = torch.stack([table.limits[1] for table in tables]).amin()
+        evicted = torch.cat([table.evictions for table in tables]).sum()
+        shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
+        saturated = self.counters.saturated_rows[0].to(used.device)
+        return torch.stack([used, window.long(), evicted, shrunk, saturated])
+
+    def _named(self, counts: torch.Tensor) -> dict[str, int]:
+        used, window, evicted, shrunk, saturated = counts.tolist()
+        statistics = {
+            "pool_blocks": self.num_slots,
             "pool_bytes": self.pool_bytes,
+            "used_blocks": used,
+            "window_tokens": window,
+            "evicted_blocks": evicted,
+            "shrunk_steps": shrunk,
+            "saturated_rows": saturated,
         }
+        if not current_platform.is_cuda():  # counting would cost the kernels time
+            statistics |= {
+                "int2_reads": self.counters.int2_reads,
+                "bf16_reads": self.counters.bf16_reads,
+                "int2_sink_reads": self.counters.int2_sink_reads,
+            }
+        return statistics
 
 
 _SHRUNK = (
@@ -267,7 +322,6 @@ def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:
         total = torch.cuda.get_device_properties(device).total_memory
         return int(cache.gpu_memory_utilization * total) - torch.cuda.memory_allocated(device)
     import psutil
-    from vllm.platforms import current_platform
 
     total = current_platform.get_device_total_memory()
     return int(cache.gpu_memory_utilization * total) - psutil.Process(os.getpid()).memory_info().rss

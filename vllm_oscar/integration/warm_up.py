@@ -31,6 +31,7 @@ def warm_up(vllm_config: Any) -> None:
     runtime.forget_slots()  # the null block's
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    runtime.announce("Triton kernels")
     logger.info(
         "OSCAR kernels are compiled and ran, in %.1f s; a start on this machine finds them in Triton's cache",
         time.perf_counter() - start,
