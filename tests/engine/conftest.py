@@ -85,7 +85,7 @@ class Engine:
                 logits[row, self.forced[name][following]] = torch.finfo(logits.dtype).max
         return logits
 
-    def add(self, name: str, prompt: Tokens, tokens: int, **params: Any) -> None:
+    def add(self, name: str, prompt: Tokens, tokens: int, lora: Any = None, **params: Any) -> None:
         """Queue a request, as `run` does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -94,7 +94,7 @@ class Engine:
         self.chunks.pop(name, None)
         usual = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True}
         sampling = SamplingParams(**(usual | params), output_kind=RequestOutputKind.FINAL_ONLY)
-        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling, lora_request=lora)
 
     def run(
         self,
