@@ -1,0 +1,68 @@
+"""Many requests on a BF16 pool far too small for them: slower windows, more INT2, and nobody sees another's tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from vllm_oscar.hot_pool import HotContract, HotPool
+from vllm_oscar.page_layout import PageLayout
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Engine
+
+pytestmark = pytest.mark.engine
+REQUESTS, MEMORY = 48, 1 << 30  # VLLM_CPU_KVCACHE_SPACE of these tests
+LETTERS = "BCDFGHJKLMNPQRSTVWXZ"
+
+
+def test_markers_stay_with_their_requests(make_engine: Callable[..., Engine], model_path: Path) -> None:
+    """48 requests, each with a code of its own to repeat, in an eighth of the slots they need; some are aborted, some
+    share a prefix, all blocks come back."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    rng = random.Random(0)
+    codes = ["".join(rng.sample(LETTERS, 6)) for _ in range(REQUESTS)]
+    prompts = {}
+    for n, code in enumerate(codes):
+        opening = "Codes are secret. " * (12 if n % 3 == 0 else 0)  # a shared prefix, far beyond the sink
+        text = opening + f"The code of locker {n} is {code}. " * rng.randint(3, 12) + f"The code of locker {n} is"
+        prompts[str(n)] = tokenizer(text)["input_ids"]
+    contract = HotContract(64, 256, 16)
+    slots = REQUESTS * contract.slots_per_request // 8
+    layers, heads = 30, 3
+    share = (slots + 0.5) * layers * HotPool.slot_bytes(PageLayout(64, 16), heads, torch.bfloat16) / MEMORY
+    engine = make_engine(
+        {"pool_share": share},
+        num_gpu_blocks_override=400,  # not enough for all at once
+        max_num_seqs=REQUESTS,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=True,
+    )
+    assert engine.runtime.num_slots == slots
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    aborted = {"5", "17", "40"}
+
+    def on_step(step: int) -> None:
+        if step == 12:
+            engine.llm.llm_engine.abort_request(sorted(aborted))
+
+    outputs = engine.run(prompts, 12, on_step=on_step)
+    assert set(outputs) - aborted == set(prompts) - aborted
+    texts = {name: output.outputs[0].text for name, output in outputs.items() if name not in aborted}
+    assert all(output.outputs[0].finish_reason == "length" for name, output in outputs.items() if name in texts)
+    for name, text in texts.items():
+        assert not [code for n, code in enumerate(codes) if str(n) != name and code in text], name
+    right = sum(codes[int(name)] in text for name, text in texts.items())
+    statistics = engine.runtime.statistics()
+    print(f"{right} of {len(texts)} codes repeated; {statistics}")
+    assert right >= 0.9 * len(texts)
+    assert statistics["shrunk_steps"] > 0
+    assert pool.get_num_free_blocks() == free
