@@ -6,6 +6,7 @@ a process may hold several engines and nothing of ours is global.
 
 import logging
 import os
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,7 @@ class OscarRuntime:
         self.vllm_config = vllm_config
         self.config = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
         self.sidecar = self._sidecar()
+        tell_apart(vllm_config, self.config, self.sidecar.digest)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.pool_dtype = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
         self.counters = Counters()
@@ -299,6 +301,17 @@ def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:
 
     layers = vllm_config.compilation_config.static_forward_context.values()
     return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), OscarImpl)]
+
+
+def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> None:
+    """Make VllmConfig.compute_hash, which names what vLLM keeps between starts (compiled graphs, profiled memory),
+    depend on what is in the sidecar, and on options that came from the environment: it knows the path at most.
+
+    Args:
+        digest: of the sidecar
+    """
+    given = getattr(vllm_config, "additional_config", None) or {}
+    vllm_config.additional_config = {**given, "oscar_in_use": {**asdict(options), "digest": digest}}
 
 
 def choose_block_size(cache_config: Any) -> None:
