@@ -319,10 +319,11 @@ def check_classes(sources: Sources) -> Iterator[str]:
                 for method in _methods(definition.node):
                     own = methods.get(method.name)
                     if own is not None:
-                        rest = own.args.kwarg is not None
-                        odd = [p for p in _parameters(method) if p not in _parameters(own) and not rest]
-                        if odd:
+                        mine, given, rest = _parameters(own), _parameters(method), own.args.kwarg is not None
+                        if odd := [p for p in given if p not in mine and not rest]:
                             yield f"{name}.{method.name} does not take {odd}, as {dotted} does"
+                        if [p for p in given if p in mine] != [p for p in mine if p in given]:
+                            yield f"{name}.{method.name} takes its parameters in another order than {dotted}"
                     elif leaf and any("abstractmethod" in ast.unparse(d) for d in method.decorator_list):
                         yield f"{name} has no {method.name}, which is abstract in {dotted}"
 

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from scripts import check_seams
 
@@ -35,6 +36,12 @@ def test_as_expected(root: Path) -> None:
         ("v1/worker/gpu_worker.py", "kernel_warmup", "warm_kernels", "gpu_worker has no kernel_warmup"),
         ("v1/attention/backend.py", "def get_builder_cls(", "def get_maker_cls(", "OscarBackend has no get_maker_cls"),
         ("v1/attention/backend.py", "common_prefix_len: int", "prefix: int", "CpuMetadataBuilder.build does not take"),
+        (
+            "v1/attention/backend.py",
+            "key: torch.Tensor,\n        value:",
+            "value: torch.Tensor,\n        key:",
+            "another order",
+        ),
         ("v1/attention/backend.py", "class AttentionImpl(", "class Impl(", "imports vllm.v1.attention.backend.Attent"),
         ("v1/attention/backends/utils.py", "require_uniform", "uniform", "with ['require_uniform'], which it does not"),
         ("v1/attention/backend.py", "num_reqs: int", "num_reqs: int\n    num_new: int", "without ['num_new'], which"),
@@ -50,3 +57,14 @@ def test_a_change_is_found(file: str, old: str, new: str, found: str) -> None:
     assert old in (INSTALLED / "vllm" / file).read_text()
     odd = check_seams.check(Changed(INSTALLED))
     assert any(found in line for line in odd), odd
+
+
+def test_one_range_of_versions_everywhere() -> None:
+    from vllm_oscar.integration import seams
+
+    first, last = (Version(check_seams.MINORS[index]) for index in (0, -1))
+    assert (first, last.release[1] + 1) == (seams.FIRST, seams.BEFORE.release[1])
+    root = check_seams.ROOT
+    assert " ".join(check_seams.MINORS) in (root / "scripts" / "test_all_versions.sh").read_text()
+    for name in ("pyproject.toml", "README.md", "docs/new-vllm-release.md"):
+        assert seams.SUPPORTED in (root / name).read_text(), name
