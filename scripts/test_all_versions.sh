@@ -7,7 +7,12 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-tests=(tests/unit/test_plugin.py tests/unit/test_seams.py tests/engine/test_startup.py tests/engine/test_contract.py)
+# the last two: every layer's output against the reference, and prefix caching
+tests=(
+    tests/unit/test_plugin.py tests/unit/test_seams.py tests/engine/test_startup.py tests/engine/test_capacity.py
+    tests/engine/test_contract.py::test_mixed_batch
+    tests/engine/test_scheduling.py::test_prefix_hit_miss_and_no_cache_give_the_same_text
+)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 results=()
