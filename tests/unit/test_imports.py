@@ -16,7 +16,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "base": ({"base"}, BASE_PARTIES),
     "kernels": ({"base", "kernels"}, BASE_PARTIES | {"triton"}),
     "calibrate": ({"base", "calibrate"}, BASE_PARTIES | {"transformers", "accelerate", "tqdm", "pyarrow", "datasets"}),
-    "integration": ({"base", "kernels", "integration"}, BASE_PARTIES | {"vllm", "pydantic", "psutil", "prometheus_client"}),
+    "integration": (
+        {"base", "kernels", "integration"},
+        BASE_PARTIES | {"vllm", "pydantic", "psutil", "prometheus_client"},
+    ),
     "evaluation": (
         {"base", "calibrate", "integration", "evaluation"},
         BASE_PARTIES | {"vllm", "transformers", "tqdm", "matplotlib"},
