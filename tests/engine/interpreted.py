@@ -48,15 +48,15 @@ def main(root: Path) -> None:
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=4,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=48,
         block_size=16,
         num_gpu_blocks_override=64,
         additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 32}},
     )
     rehearse(llm.llm_engine.vllm_config)
     llm.apply_model(liven)
-    sampling = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-    for batch in (prompts(2, 20), prompts(1, 110), [*prompts(2, 30, 5), *prompts(1, 70, 9)]):
+    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
+    for batch in (prompts(2, 20), prompts(1, 80), [*prompts(2, 14, 5), *prompts(1, 60, 9)]):
         first = len(errors)
         llm.generate(batch, sampling, use_tqdm=False)
         seen = errors[first:]

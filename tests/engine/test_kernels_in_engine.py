@@ -28,9 +28,9 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
     batches = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("batch")]
     assert done.returncode == 0 and len(batches) == 3, done.stderr[-3000:]
     layers = 2
-    # requests x (prefill steps + decode steps) x layers: two of 1 + 3; 110 tokens in two chunks; mixed
-    assert int(batches[0][0]) == 2 * (1 + 3) * layers
-    assert int(batches[1][0]) == (2 + 3) * layers
+    # requests x (prefill steps + decode steps) x layers: two of 1 + 2; 80 tokens in two chunks; mixed
+    assert int(batches[0][0]) == 2 * (1 + 2) * layers
+    assert int(batches[1][0]) == (2 + 2) * layers
     assert all(float(worst) < 1 for _, worst in batches), batches
     assert "left behind 0 0\n" in done.stdout  # the warm-up before it wrote nothing and kept nothing
 

@@ -31,8 +31,8 @@ def test_markers_stay_with_their_requests(make_engine: Callable[..., Engine], mo
     codes = ["".join(rng.sample(LETTERS, 6)) for _ in range(REQUESTS)]
     prompts = {}
     for n, code in enumerate(codes):
-        opening = "Codes are secret. " * (12 if n % 3 == 0 else 0)  # a shared prefix, far beyond the sink
-        text = opening + f"The code of locker {n} is {code}. " * rng.randint(3, 12) + f"The code of locker {n} is"
+        opening = "Codes are secret. " * (8 if n % 3 == 0 else 0)  # a shared prefix, far beyond the sink
+        text = opening + f"The code of locker {n} is {code}. " * rng.randint(3, 8) + f"The code of locker {n} is"
         prompts[str(n)] = tokenizer(text)["input_ids"]
     contract = HotContract(64, 256, 16)
     slots = REQUESTS * contract.slots_per_request // 8
@@ -54,7 +54,7 @@ def test_markers_stay_with_their_requests(make_engine: Callable[..., Engine], mo
         if step == 12:
             engine.llm.llm_engine.abort_request(sorted(aborted))
 
-    outputs = engine.run(prompts, 12, on_step=on_step)
+    outputs = engine.run(prompts, 9, on_step=on_step)
     assert set(outputs) - aborted == set(prompts) - aborted
     texts = {name: output.outputs[0].text for name, output in outputs.items() if name not in aborted}
     assert all(output.outputs[0].finish_reason == "length" for name, output in outputs.items() if name in texts)
