@@ -95,6 +95,14 @@ def profile(llm: Any, batch: int, context: int, steps: int = 10) -> None:
         print(f"{total:9.1f} us  {count:6.1f} times  {total / max(count, 1e-9):8.2f} us  {kernel.key[:90]}", flush=True)
 
 
+def saturated_rows(llm: Any) -> int:
+    """Rows that held something not representable, so far; 0 for other caches. A random model should have none."""
+    context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    runtimes = (getattr(getattr(layer, "impl", None), "runtime", None) for layer in context.values())
+    runtime = next((runtime for runtime in runtimes if runtime is not None), None)
+    return 0 if runtime is None else int(runtime.counters.saturated_rows)
+
+
 def timed_generate(llm: Any, batch: int, prompt: int, answer: int, repeats: int) -> float:
     """Milliseconds of a whole generate call, the median; prompts differ, so that no prefix is reused."""
     from vllm import SamplingParams
@@ -150,8 +158,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     row("start", time.perf_counter() - start, "s")
     row("capacity", tokens, "tokens")
     row("block size", cache.block_size, "tokens")
+    row("saturated rows after the start", saturated_rows(llm), "rows")
     if "short" in args.parts:
         row("8 x (1024 in, 128 out)", timed_generate(llm, 8, 1024, 128, 3), "ms")
+        row("saturated rows after short requests", saturated_rows(llm), "rows")
     if "prefill" in args.parts:
         row("prefill 32768", timed_generate(llm, 1, 32768, 1, 3), "ms")
     if "long" in args.parts:
