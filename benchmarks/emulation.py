@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vllm_oscar.cache_layer import CacheLayer, RowCodec
+from vllm_oscar.calibrate.capture import attention_function
 from vllm_oscar.evaluation.metrics import Scores
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import Encoded, decode
@@ -123,7 +124,6 @@ def mixed_attention(
 @contextmanager
 def attention_through(model: nn.Module, cache: Cache) -> Iterator[None]:
     """While this is open, the model's attention reads the cache."""
-    from transformers import AttentionInterface
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any,
@@ -135,14 +135,8 @@ def attention_through(model: nn.Module, cache: Cache) -> Iterator[None]:
         out = mixed_attention(q, (k, v), far, scale, cache.sink, cache.window)
         return out.transpose(0, 1)[None].to(query.dtype).contiguous(), None
 
-    AttentionInterface.register(NAME, attend)
-    config: Any = model.config
-    before = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
+    with attention_function(model.config, NAME, attend):
         yield
-    finally:
-        config._attn_implementation = before
 
 
 def load(path: str) -> Any:

@@ -97,10 +97,10 @@ def profile(llm: Any, batch: int, context: int, steps: int = 10) -> None:
 
 def saturated_rows(llm: Any) -> int:
     """Rows that held something not representable, so far; 0 for other caches. A random model should have none."""
-    context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    runtimes = (getattr(getattr(layer, "impl", None), "runtime", None) for layer in context.values())
-    runtime = next((runtime for runtime in runtimes if runtime is not None), None)
-    return 0 if runtime is None else int(runtime.counters.saturated_rows)
+    from vllm_oscar.integration.runtime import oscar_impls
+
+    impls = oscar_impls(llm.llm_engine.vllm_config)
+    return int(impls[0].runtime.counters.saturated_rows) if impls else 0
 
 
 def timed_generate(llm: Any, batch: int, prompt: int, answer: int, repeats: int) -> float:

@@ -94,7 +94,7 @@ def exact(tensor: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def capturing(config: Any, observe: Callable[[Attention], None]) -> Iterator[None]:
     """Call `observe` at every attention call of the models that share this transformers config."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
     def attend(
@@ -125,10 +125,24 @@ def capturing(config: Any, observe: Callable[[Attention], None]) -> Iterator[Non
         observe(attention)
         return attention.output.transpose(0, 1)[None].contiguous(), None
 
-    AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
+    with attention_function(config, NAME, attend):
+        yield
+
+
+@contextmanager
+def attention_function(config: Any, name: str, attend: Callable[..., Any]) -> Iterator[None]:
+    """While this is open, the models that share this transformers config attend with `attend`.
+
+    Args:
+        name: of the function in transformers' registry
+        attend: signature and result are those of transformers' attention functions
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attend)
     before = config._attn_implementation
-    config._attn_implementation = NAME
+    config._attn_implementation = name
     try:
         yield
     finally:

@@ -54,7 +54,9 @@ def environment() -> Iterator[Finding]:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
-        if major < 8:
+        from vllm_oscar.integration.seams import FIRST_GPU
+
+        if (major, minor) < FIRST_GPU:
             yield Finding("device", "fail", f"{name}: refused, tensor cores for BF16 came with 8.0 (Ampere)")
         elif (major, minor) != (9, 0):
             yield Finding(

@@ -7,7 +7,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, AttentionType, MultipleOf
 
 from vllm_oscar.integration.refusal import refuse
-from vllm_oscar.integration.seams import DTYPE
+from vllm_oscar.integration.seams import DTYPE, FIRST_GPU
 from vllm_oscar.page_layout import HEAD_SIZES
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 _GPU_BLOCK = 64  # tokens; decode is 4% slower with blocks of 16, and no faster with larger ones
-_FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 
 
 class OscarBackend(AttentionBackend):
@@ -87,8 +86,8 @@ def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
         selector: vLLM's AttentionSelectorConfig
     """
     refuse(
-        current_platform.is_cuda() and not current_platform.has_device_capability(_FIRST_GPU),
-        f"GPUs older than compute capability {_FIRST_GPU[0]}.{_FIRST_GPU[1]} (Ampere)",
+        current_platform.is_cuda() and not current_platform.has_device_capability(FIRST_GPU),
+        f"GPUs older than compute capability {FIRST_GPU[0]}.{FIRST_GPU[1]} (Ampere)",
     )
     refuse(
         not (current_platform.is_cpu() or current_platform.is_cuda()),

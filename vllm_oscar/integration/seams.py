@@ -25,6 +25,7 @@ from vllm_oscar.errors import UnsupportedError, VllmVersionError
 
 DTYPE = "oscar"
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
+FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 FIRST, BEFORE = Version("0.26"), Version("0.34")
 SUPPORTED = f"vllm>={FIRST},<{BEFORE}"
 
