@@ -72,8 +72,9 @@ class Stored:
             made = CacheLayer.of(self.sidecar.layers[layer], layout, torch.bfloat16)
             self._codecs[layer] = made.key if self.letter == "k" else made.value
         codec = self._codecs[layer]
-        kept = self.stored(codec.encode(codec.transform.forward(rows.transpose(0, 1)).bfloat16()))
-        return codec.transform.backward(decode(kept.codes, kept.scale, kept.offset)).transpose(0, 1)
+        position = torch.arange(rows.shape[1])
+        kept = self.stored(codec.encode(codec.transform.forward(rows.transpose(0, 1), position).bfloat16()))
+        return codec.transform.backward(decode(kept.codes, kept.scale, kept.offset), position).transpose(0, 1)
 
     def stored(self, encoded: Encoded) -> Encoded:
         """What is kept of a row: all of it; variants lose something here."""

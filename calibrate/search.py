@@ -74,12 +74,13 @@ class _Stored:
     def of(cls, x: torch.Tensor, calibration: TensorCalibration, group_size: int, max_scale: float) -> "_Stored":
         on_device = replace(calibration, gain=1.0).shard(0, len(x), x.device)
         codec = RowCodec.of(on_device, group_size, torch.bfloat16, max_scale, None)
-        encoded = codec.encode(codec.transform.forward(x.transpose(0, 1)).bfloat16())
+        position = torch.arange(x.shape[1], device=x.device)
+        encoded = codec.encode(codec.transform.forward(x.transpose(0, 1), position).bfloat16())
         y = decode(encoded.codes, encoded.scale, encoded.offset)
         spread = y.unflatten(-1, (-1, group_size))
         spread = (spread - spread.mean(-1, keepdim=True)).flatten(-2)
-        stretch = codec.transform.backward(y + spread) - codec.transform.backward(y)
-        return cls(codec.transform.backward(y).transpose(0, 1), stretch.transpose(0, 1))
+        stretch = codec.transform.backward(y + spread, position) - codec.transform.backward(y, position)
+        return cls(codec.transform.backward(y, position).transpose(0, 1), stretch.transpose(0, 1))
 
 
 def _errors(

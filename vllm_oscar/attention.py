@@ -7,7 +7,8 @@ own raw keys and values. With B the inverse transform, m the mean and a the soft
     logit of a raw token      a q . k
     output                    (sum p y_V) B_V + (sum of those p) m_V + sum p v
 
-in one softmax; a soft cap acts on the whole logit. Kernels may drop a q . m_K where every token is a stored one.
+in one softmax; a soft cap acts on the whole logit. Kernels may drop a q . m_K where every token is a stored one, but not
+the part of m_K that turns with the token's position (turning).
 """
 
 from typing import NamedTuple
@@ -112,9 +113,12 @@ def attend(
     # query head h reads KV head h // (query_heads / kv_heads)
     q = query.float().reshape(n, kv_heads, query_heads // kv_heads, head_size)
     folded = torch.einsum("nhrd,hed->nhre", q, key_transform.inverse)
-    constant = torch.einsum("nhrd,hd->nhr", q, key_transform.mean)
-    logits = (torch.einsum("nhrd,jhd->nhrj", folded, stored.key) + constant[..., None]) * scale
     positions = torch.arange(tokens, device=query.device)
+    if key_transform.turning is None:
+        constant = torch.einsum("nhrd,hd->nhr", q, key_transform.mean)[..., None]
+    else:
+        constant = torch.einsum("nhrd,jhd->nhrj", q, key_transform.centre(positions))
+    logits = (torch.einsum("nhrd,jhd->nhrj", folded, stored.key) + constant) * scale
     if fresh is not None:
         logits = torch.cat([logits, torch.einsum("nhrd,jhd->nhrj", q, fresh[0].float()) * scale], -1)
         positions = torch.arange(tokens + n, device=query.device)

@@ -19,6 +19,7 @@ from vllm_oscar.quantizer import (
 )
 from vllm_oscar.rotation import Transform
 from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
+from vllm_oscar.turning import TurningMean
 
 LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder does (docs/quality.md)
 
@@ -66,8 +67,12 @@ class RowCodec:
                     "leave the option out, or use 'ls'"
                 )
             metric = Metric.of(calibration.metric)
+        turning = None
+        if calibration.turning is not None:
+            assert calibration.frequency is not None
+            turning = TurningMean.of(calibration.frequency, calibration.turning)
         return cls(
-            Transform.rounded(calibration.mean, calibration.transform, dtype),
+            Transform.rounded(calibration.mean, calibration.transform, dtype, turning),
             encoder,
             group_size,
             gain,
@@ -111,6 +116,7 @@ class CacheLayer:
         pool: HotPool,
         key: torch.Tensor,
         value: torch.Tensor,
+        position: torch.Tensor,
         slot_mapping: torch.Tensor,
         hot_slot_mapping: torch.Tensor,
     ) -> torch.Tensor:
@@ -118,6 +124,7 @@ class CacheLayer:
 
         Args:
             key, value: (tokens, heads, D), keys after RoPE
+            position: int64 (tokens,), of each token in its request
             slot_mapping: int64 (tokens,), block * P + offset, or -1 for none
             hot_slot_mapping: int64 (tokens,), slot * P + offset, or -1 for none
 
@@ -132,7 +139,7 @@ class CacheLayer:
         slot, hot_offset = hot_slot[hot] // p, hot_slot[hot] % p
         saturated = torch.zeros((), dtype=torch.int64, device=key.device)
         for which, codec, rows in ((KEY, self.key, key), (VALUE, self.value, value)):
-            y = codec.transform.forward(rows[stored]).to(pool.rows.dtype)
+            y = codec.transform.forward(rows[stored], position[stored]).to(pool.rows.dtype)
             encoded = codec.encode(y)
             views.codes[which][block, :, offset] = pack(encoded.codes)
             views.meta[block, :, offset, which] = torch.stack([encoded.scale, encoded.offset], -1)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_oscar.errors import ConfigError
+from vllm_oscar.turning import TurningMean
 
 MAX_CONDITION = 100.0  # of T; measured calibrations stay below 6
 
@@ -136,29 +137,40 @@ def normalised(transform: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Transform:
-    """Stored rows are y = (x - mean) T, and x = y B + mean.
+    """Stored rows are y = (x - m) T, and x = y B + m, where m may have a part that turns with the row's position.
 
     Attributes:
         mean: float32 (heads, D)
         matrix: T, (heads, D, D), holding values that the run dtype can represent, as float32
         inverse: B, float32 (heads, D, D), the inverse of the rounded T computed in float64
+        turning: what m has besides `mean`; None: nothing
     """
 
     mean: torch.Tensor
     matrix: torch.Tensor
     inverse: torch.Tensor
+    turning: TurningMean | None = None
 
     @classmethod
-    def rounded(cls, mean: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> "Transform":
+    def rounded(
+        cls, mean: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype, turning: TurningMean | None = None
+    ) -> "Transform":
         """Round T to the run dtype, then invert exactly what will be multiplied with."""
         kept = matrix.to(dtype)
         inverse = torch.linalg.inv(kept.double())
-        return cls(mean.float(), kept.float(), inverse.float())
+        return cls(mean.float(), kept.float(), inverse.float(), turning)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows x (..., heads, D) -> y float32; the mean is taken off in fp32 before the product."""
-        return torch.einsum("...hd,hde->...he", x.float() - self.mean, self.matrix)
+    def centre(self, position: torch.Tensor | None) -> torch.Tensor:
+        """m of rows at int64 positions (tokens,): float32 (tokens, heads, D), or (heads, D) where none of it turns."""
+        if self.turning is None:
+            return self.mean
+        assert position is not None, "a mean that turns with the position"
+        return self.mean + self.turning.at(position)
 
-    def backward(self, y: torch.Tensor) -> torch.Tensor:
-        """Rows y (..., heads, D) -> x float32."""
-        return torch.einsum("...hd,hde->...he", y.float(), self.inverse) + self.mean
+    def forward(self, x: torch.Tensor, position: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows x (tokens, heads, D) at those positions -> y float32; m is taken off in fp32 before the product."""
+        return torch.einsum("...hd,hde->...he", x.float() - self.centre(position), self.matrix)
+
+    def backward(self, y: torch.Tensor, position: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows y (tokens, heads, D) -> x float32."""
+        return torch.einsum("...hd,hde->...he", y.float(), self.inverse) + self.centre(position)

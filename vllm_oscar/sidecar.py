@@ -42,6 +42,10 @@ GRANULARITIES = ("head", "layer")
 INVERSE_TOLERANCE = 1e-5  # of |T B - I|, largest element
 ORTHOGONAL_TOLERANCE = 1e-4  # of |T'T - I|, largest element; fp32 rotations stay below 1e-5
 METRIC_ASYMMETRY = 1e-5  # of |G - G'| relative to |G|, largest elements
+MAX_TURNING_PAIRS = 8  # of a layer: what the attention kernel adds to a logit is a product of that depth
+
+_KINDS = ("mean", "transform", "metric", "spectrum", "frequency", "turning")  # of tensors in the file
+_OF_EACH_HEAD = ("mean", "turning")  # also where transforms are per layer
 
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+")  # a hub model's folder in Hugging Face's cache
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -134,6 +138,8 @@ class TensorCalibration:
         clip: share of a row's magnitudes that `minmax` keeps exactly; 1: no clip
         metric: G, float32 (heads, D, D), what the `metric` encoder minimises; None for the others
         spectrum: float32 (heads, D), for inspection: eigenvalues of the covariance that T was made from
+        frequency: float32 (pairs,), radians a token, of the RoPE pairs whose mean turns with the position; None: of none
+        turning: float32 (heads, pairs, 2, D), what the mean has of the cosine and the sine of their angles
     """
 
     mean: torch.Tensor
@@ -143,15 +149,20 @@ class TensorCalibration:
     clip: float = 1.0
     metric: torch.Tensor | None = None
     spectrum: torch.Tensor | None = None
+    frequency: torch.Tensor | None = None
+    turning: torch.Tensor | None = None
 
     def shard(self, start: int, stop: int, device: torch.device | None = None) -> "TensorCalibration":
         """KV heads start to stop - 1, on a device."""
-        parts: dict[str, Any] = {name: tensor[start:stop].to(device) for name, tensor in self.named().items()}
+        parts: dict[str, Any] = {
+            name: (tensor if name == "frequency" else tensor[start:stop]).to(device)
+            for name, tensor in self.named().items()
+        }
         return replace(self, **parts)
 
     def named(self) -> dict[str, torch.Tensor]:
         """The tensors that exist, by their name in the file."""
-        tensors = {"mean": self.mean, "transform": self.transform, "metric": self.metric, "spectrum": self.spectrum}
+        tensors = {name: getattr(self, name) for name in _KINDS}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -268,7 +279,7 @@ class Sidecar:
         tensors = {}
         for index, letter, calibration in self._tensors():
             for name, tensor in calibration.named().items():
-                shared = self.per == "layer" and name != "mean"
+                shared = self.per == "layer" and name not in (*_OF_EACH_HEAD, "frequency")
                 kept = tensor[:1] if shared else tensor
                 tensors[f"layers.{index}.{letter}.{name}"] = kept.detach().float().cpu().clone().contiguous()
         description = {
@@ -379,6 +390,9 @@ class _Description:
         required = {f"layers.{tensor}.{kind}" for tensor in tensors for kind in ("mean", "transform")}
         required |= {f"layers.{tensor}.metric" for tensor in tensors if self.encoders[tensor][0] == "metric"}
         optional = {f"layers.{tensor}.spectrum" for tensor in tensors}
+        for index in self.present:  # of keys only, both or none
+            pair = {f"layers.{index}.k.{kind}" for kind in ("frequency", "turning")}
+            (required if pair & names else optional).update(pair)
         if missing := sorted(required - names):
             raise SidecarCorruptError(f"tensor {missing[0]} is missing; calibrate again")
         if unknown := sorted(names - required - optional):
@@ -388,14 +402,19 @@ class _Description:
         """Dtype, shape and finiteness of every tensor."""
         heads, head_size = self.fingerprint.num_kv_heads, self.fingerprint.head_size
         transforms = heads if self.per == "head" else 1
-        shapes = {
+        shapes: dict[str, tuple[int, ...]] = {
             "mean": (heads, head_size),
             "transform": (transforms, head_size, head_size),
             "metric": (transforms, head_size, head_size),
             "spectrum": (transforms, head_size),
         }
         for name, tensor in tensors.items():
-            shape = shapes[name.rpartition(".")[2]]
+            layer, _, kind = name.rpartition(".")
+            if kind in ("frequency", "turning"):
+                pairs = min(tensors[f"{layer}.frequency"].numel(), MAX_TURNING_PAIRS)
+                shape = (pairs,) if kind == "frequency" else (heads, pairs, 2, head_size)
+            else:
+                shape = shapes[kind]
             if tensor.dtype != torch.float32:
                 raise SidecarCorruptError(f"{name} is {tensor.dtype}, not float32; calibrate again")
             if tensor.shape != shape:
@@ -410,8 +429,8 @@ class _Description:
         def calibration(tensor: str) -> TensorCalibration:
             encoder, gain, clip = self.encoders[tensor]
             kinds = {
-                kind: tensors[name].expand(heads, *tensors[name].shape[1:])
-                for kind in ("mean", "transform", "metric", "spectrum")
+                kind: tensors[name] if kind == "frequency" else tensors[name].expand(heads, *tensors[name].shape[1:])
+                for kind in _KINDS
                 if (name := f"layers.{tensor}.{kind}") in tensors
             }
             return TensorCalibration(encoder=encoder, gain=gain, clip=clip, **kinds)

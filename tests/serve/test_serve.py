@@ -40,6 +40,8 @@ class Server:
             "--kv-cache-dtype", "oscar", "--additional-config", json.dumps({"oscar": oscar}),
             "--host", "127.0.0.1", "--port", self.port, "--max-model-len", 512, "--max-num-seqs", 8,
             "--enforce-eager", "--block-size", 16,
+            # with vLLM's default of 0 the server may kill its engine before that has heard of the end
+            "--shutdown-timeout", STOP_LIMIT // 2,
         ]  # fmt: skip
         shared = log.parent / "prometheus"  # how metrics get from the workers to the server
         shared.mkdir()

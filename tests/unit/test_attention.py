@@ -102,7 +102,7 @@ class Cache:
         position = torch.arange(tokens)
         place = self.blocks[position // P] * P + position % P
         copy = self.table.slot_of_block[self.blocks].long()[position // P] * P + position % P
-        self.layer.write(self.views, self.pool, self.key, self.value, place, copy)
+        self.layer.write(self.views, self.pool, self.key, self.value, position, place, copy)
         self.copies = self.layer.key.transform.forward(self.key).bfloat16().float()
 
     def int2(self, tokens: int, before: int) -> torch.Tensor:

@@ -53,11 +53,12 @@ class Case:
         self.key, self.value = (
             torch.randn(5, HEADS, head_size, generator=generator).to(dtype) for _ in range(2)
         )  # fmt: skip
+        self.position = torch.tensor([200, 3, 0, 7, 131072])
         self.places = torch.tensor([3 * P + 15, 1 * P, -1, 4 * P + 7, 3 * P])
         self.hot = torch.tensor([2 * P + 15, -1, 1, -1, 2 * P])
 
     def write(self) -> int:
-        return int(self.layer.write(self.views, self.pool, self.key, self.value, self.places, self.hot))
+        return int(self.layer.write(self.views, self.pool, self.key, self.value, self.position, self.places, self.hot))
 
     def y(self, which: int) -> torch.Tensor:
         """Transformed rows in the pool's dtype, computed in float64."""

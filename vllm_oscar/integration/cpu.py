@@ -25,6 +25,7 @@ class CpuMetadata(AttentionMetadata):
         seq_lens: of each request, tokens after this step
         query_start_loc: of each request, where its new tokens start; one more at the end
         block_table: int32 (requests, blocks)
+        position: int64 (tokens,), of each new token in its request
         slot_mapping: int64 (tokens,)
         hot_slot_mapping: int64 (tokens,), see SlotTable.hot_slot_mapping
         table: which block has which slot
@@ -35,6 +36,7 @@ class CpuMetadata(AttentionMetadata):
     seq_lens: list[int]
     query_start_loc: list[int]
     block_table: torch.Tensor
+    position: torch.Tensor
     slot_mapping: torch.Tensor
     hot_slot_mapping: torch.Tensor
     table: SlotTable
@@ -76,6 +78,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             seq_lens=seq_lens.tolist(),
             query_start_loc=query_start_loc.tolist(),
             block_table=common.block_table_tensor,
+            position=position,
             slot_mapping=slot_mapping,
             hot_slot_mapping=table.hot_slot_mapping(slot_mapping, position, before, after, short),
             table=table,
@@ -103,7 +106,7 @@ class CpuImpl(OscarImpl):
         views = self.views(kv_cache)
         if self.owns_cache:
             self.runtime.counters.saturated_rows += self.cache_layer.write(
-                views, self.pool, key, value, step.slot_mapping, step.hot_slot_mapping
+                views, self.pool, key, value, step.position, step.slot_mapping, step.hot_slot_mapping
             )
         for request, after in enumerate(step.seq_lens):
             start, end = step.query_start_loc[request : request + 2]

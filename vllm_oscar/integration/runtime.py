@@ -7,6 +7,7 @@ a process may hold several engines and nothing of ours is global.
 import logging
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,11 +68,10 @@ class OscarRuntime:
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        refuse_unsupported_engine(vllm_config)
+        self.config, self.sidecar, path = asked_for(vllm_config)
         choose_block_size(vllm_config.cache_config)
         self.vllm_config = vllm_config
-        self.config = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
-        self.sidecar = self._sidecar()
+        self._log_sidecar(path)
         tell_apart(vllm_config, self.config, self.sidecar.digest)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.pool_dtype = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
@@ -95,14 +95,11 @@ class OscarRuntime:
         layers = oscar_impls(vllm_config)
         return layers[0].runtime if layers else cls(vllm_config)
 
-    def _sidecar(self) -> Sidecar:
-        model = self.vllm_config.model_config
-        fingerprint = ModelFingerprint.of(model.hf_config)
-        if self.config.rotation == "hadamard":
+    def _log_sidecar(self, path: Path | None) -> None:
+        sidecar = self.sidecar
+        if path is None:
             logger.warning("serving without a calibration (rotation: hadamard); answers lose quality")
-            return Sidecar.hadamard(fingerprint)
-        path = find_sidecar(model.model, self.config.sidecar)
-        sidecar = Sidecar.load(path, fingerprint)
+            return
         logger.info("OSCAR sidecar %s: method %s, digest %s", path, sidecar.method, sidecar.digest[:12])
         if (self.config.sink, self.config.window) != (sidecar.sink, sidecar.window):
             logger.info(
@@ -112,7 +109,6 @@ class OscarRuntime:
                 sidecar.sink,
                 sidecar.window,
             )
-        return sidecar
 
     def layout(self, head_size: int) -> PageLayout:
         """Pages of a layer of this engine."""
@@ -234,8 +230,8 @@ class OscarRuntime:
                 self._warn("shrunk", statistics["shrunk_steps"], _SHRUNK)
                 self._warn("saturated", statistics["saturated_rows"], _SATURATED)
                 if self._publisher is None:
-                    ranks = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-                    self._publisher = Publisher(self.vllm_config.parallel_config.data_parallel_rank, ranks)
+                    parallel = self.vllm_config.parallel_config
+                    self._publisher = Publisher(parallel.data_parallel_index, parallel.rank)
                 self._publisher.publish(statistics)
         if self._pending is None and self._watched % _WATCH_EVERY == 1:
             counts = self._counts()
@@ -301,6 +297,23 @@ def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:
 
     layers = vllm_config.compilation_config.static_forward_context.values()
     return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), OscarImpl)]
+
+
+def asked_for(vllm_config: "VllmConfig") -> tuple[OscarConfig, Sidecar, Path | None]:
+    """An engine's options, its sidecar, and the sidecar's file if there is one. The workers call this, and before them
+    the process that starts them: there an error is the last thing that a failed start prints.
+
+    Raises:
+        UnsupportedError, ConfigError, SidecarError: what cannot be served, and what to do.
+    """
+    refuse_unsupported_engine(vllm_config)
+    options = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
+    model = vllm_config.model_config
+    fingerprint = ModelFingerprint.of(model.hf_config)
+    if options.rotation == "hadamard":
+        return options, Sidecar.hadamard(fingerprint), None
+    path = find_sidecar(model.model, options.sidecar)
+    return options, Sidecar.load(path, fingerprint), path
 
 
 def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> None:

@@ -9,6 +9,7 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 | its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | the same call |
 | choice of the backend | `current_platform.get_attn_backend_cls` | the same |
 | size of a page | `Attention.get_kv_cache_spec` | the same |
+| errors before anything is started | `EngineArgs.create_engine_config` | the same |
 | compilation before serving, on GPUs | `vllm.v1.worker.gpu_worker.kernel_warmup` | the same |
 """
 
@@ -59,7 +60,7 @@ def install() -> None:
     if DTYPE in STR_DTYPE_TO_TORCH_DTYPE:
         return
     # all checks come before the first change
-    steps = [accept_dtype_name(), choose_backend(), size_pages()]
+    steps = [accept_dtype_name(), choose_backend(), size_pages(), check_first()]
     for step in steps:
         step()
     STR_DTYPE_TO_TORCH_DTYPE[DTYPE] = torch.uint8  # last: it marks the process as done
@@ -151,6 +152,27 @@ def size_pages() -> Callable[[], None]:
         return spec
 
     return lambda: setattr(Attention, "get_kv_cache_spec", get_kv_cache_spec)
+
+
+def check_first() -> Callable[[], None]:
+    """What cannot be served is refused by the process that the user started, before it starts others: theirs ends
+    as "Engine core initialization failed", far below the reason.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = getattr(EngineArgs, "create_engine_config", None)
+    _expect(callable(original), "EngineArgs.create_engine_config")
+
+    @functools.wraps(original)  # type: ignore[arg-type]
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
+        if vllm_config.cache_config.cache_dtype == DTYPE:
+            from vllm_oscar.integration.runtime import asked_for
+
+            asked_for(vllm_config)
+        return vllm_config
+
+    return lambda: setattr(EngineArgs, "create_engine_config", create_engine_config)
 
 
 def warm_up_with(callback: Callable[[Any], None]) -> None:
