@@ -10,13 +10,16 @@ kernels, to show 4-bit weights and a 2-bit cache together. The sidecar of the or
 import argparse
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
 GROUP = 64  # input channels that share scale and zero point
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight output channels in a 32-bit word, lowest bits first
+CONFIG = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True}
 
 
 def packed(codes: torch.Tensor) -> torch.Tensor:
@@ -45,8 +48,18 @@ def quantize(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def convert(model: Path, out: Path) -> None:
-    """Write `out`: the linear layers of `model` in 4 bits, everything else as it is."""
+def convert(
+    model: Path,
+    out: Path,
+    quantize: Callable[[torch.Tensor], dict[str, torch.Tensor]] = quantize,
+    config: Mapping[str, Any] = CONFIG,
+) -> None:
+    """Write `out`: the linear layers of `model` in another format, everything else as it is.
+
+    Args:
+        quantize: a linear layer's weight (outputs, inputs) -> its tensors by name
+        config: what the model's configuration says about the format
+    """
     out.mkdir(parents=True)
     tensors: dict[str, torch.Tensor] = {}
     for file in model.glob("*.safetensors"):
@@ -62,11 +75,8 @@ def convert(model: Path, out: Path) -> None:
             shutil.copytree(file, out / file.name)
         elif file.suffix != ".safetensors" and not file.name.endswith(".index.json"):
             shutil.copy(file, out)
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": GROUP, "zero_point": True,
-    }  # fmt: skip
-    (out / "config.json").write_text(json.dumps(config, indent=2))
+    whole = json.loads((model / "config.json").read_text()) | {"quantization_config": config}
+    (out / "config.json").write_text(json.dumps(whole, indent=2))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,12 @@ import json
 import runpy
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
+
+from tests.engine.checkpoints import FORMATS, FP8_CACHE, add_cache_scales
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
@@ -20,6 +22,7 @@ pytestmark = pytest.mark.engine
 TOKENS, CHUNK = 600, 16
 REACH = 64 + 256  # up to here everything is read in BF16
 OPTIONS = {"max_model_len": TOKENS + 16, "max_num_batched_tokens": TOKENS + 16, "max_num_seqs": 1}
+BF16 = OPTIONS | {"kv_cache_dtype": "auto", "block_size": 32}
 
 
 def log_probabilities(engine: Engine, prompt: list[int]) -> torch.Tensor:
@@ -32,28 +35,81 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum(-1)
 
 
-def test_awq_weights(
-    any_engine: Callable[..., Engine], model_path: Path, sidecar_path: Path, prose: list[int], tmp_path: Path
-) -> None:
-    """A checkpoint in AWQ's format, made here, through vLLM's AWQ kernels; the sidecar is the original's.
+@pytest.fixture(scope="module")
+def convert() -> Callable[..., None]:
+    """`convert` of examples/awq.py."""
+    script = Path(__file__).parents[2] / "examples" / "awq.py"
+    function: Callable[..., None] = runpy.run_path(str(script))["convert"]
+    return function
 
-    vLLM's CPU kernel rounds activations too, which makes two exact attentions differ by 0.035 nats; so both caches are
+
+@pytest.fixture(scope="module")
+def plain(make_engine: Callable[..., Engine], prose: list[int]) -> torch.Tensor:
+    """What BF16 weights say over a BF16 cache."""
+    return log_probabilities(make_engine(**BF16), prose[1000 : 1000 + TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("format", "method"), [("awq", "auto_awq"), ("gptq", "auto_gptq"), ("int8", "compressed-tensors")]
+)
+def test_quantized_weights(
+    any_engine: Callable[..., Engine],
+    convert: Callable[..., None],
+    plain: torch.Tensor,
+    model_path: Path,
+    sidecar_path: Path,
+    prose: list[int],
+    tmp_path: Path,
+    format: str,
+    method: str,
+) -> None:
+    """A checkpoint made here, through vLLM's kernels for its format; the sidecar is the original's.
+
+    vLLM's CPU kernels round activations too, which makes two exact attentions differ by 0.035 nats; so both caches are
     compared with plain weights.
     """
-    folder = tmp_path / "awq"
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "awq.py"))["convert"](model_path, folder)
-    prompt = prose[1000 : 1000 + TOKENS]
-    bf16 = {"kv_cache_dtype": "auto", "block_size": 32} | OPTIONS
-    plain = log_probabilities(any_engine(model_path, None, **bf16), prompt)
-    alone = divergence(plain, log_probabilities(any_engine(folder, None, **bf16), prompt))
+    folder, prompt = tmp_path / "quantized", prose[1000 : 1000 + TOKENS]
+    convert(model_path, folder, *FORMATS.get(format, ()))
+    alone = divergence(plain, log_probabilities(any_engine(folder, None, **BF16), prompt))
+    if method == "compressed-tensors":  # such checkpoints may bring scales for an FP8 cache; these would ruin ours
+        folder, (quantize, config) = tmp_path / "with-scales", FORMATS[format]
+        convert(model_path, folder, quantize, config | {"kv_cache_scheme": FP8_CACHE})
+        add_cache_scales(folder, 30, 123.0)
     engine = any_engine(folder, sidecar_path, **OPTIONS)
-    assert engine.model.quant_config.get_name() == "auto_awq"
+    assert engine.model.quant_config.get_name() == method
     both = divergence(plain, log_probabilities(engine, prompt))
     for name, part in ("BF16", slice(REACH)), ("INT2", slice(REACH, None)):
-        print(f"{name} reads: AWQ {float(alone[part].mean()):.3f}, with the cache {float(both[part].mean()):.3f}")
-    assert alone.mean() > 0.05, "4-bit weights are served"
+        print(f"{name} reads: {format} {float(alone[part].mean()):.3f}, with the cache {float(both[part].mean()):.3f}")
+    assert alone.mean() > 0.02, "rounded weights are served"
     assert both[:REACH].mean() < 1.1 * alone[:REACH].mean()
     assert both[REACH:].mean() < 1.1 * alone[REACH:].mean() + 0.02
+
+
+def test_fp8_weights_with_scales_for_an_fp8_cache(
+    any_engine: Callable[..., Engine], convert: Callable[..., None], tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A small model: torch emulates the product on CPUs, and would take minutes for the real one. The window covers
+    everything, so ours is exact up to rounding."""
+    llama = tiny_model({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    folders = tmp_path / "fp8", tmp_path / "with-scales"
+    quantize, config = FORMATS["fp8"]
+    for folder, scheme in zip(folders, (None, FP8_CACHE), strict=True):
+        convert(llama, folder, quantize, config | {"kv_cache_scheme": scheme})
+    add_cache_scales(folders[1], 4, 123.0)
+    prompt = [(7 * i * i + 3 * i) % 500 + 5 for i in range(60)]
+
+    def served(folder: Path, **options: Any) -> torch.Tensor:
+        engine = any_engine(folder, None, skip_tokenizer_init=True, **options)
+        engine.chunk_limit(CHUNK)
+        engine.run({"one": prompt}, 1)
+        return engine.log_probabilities("one", 0, len(prompt))
+
+    plain, exact = (served(folder, kv_cache_dtype="auto", block_size=32) for folder in (llama, folders[0]))
+    kl = divergence(exact, served(folders[1], oscar={"rotation": "hadamard"}))
+    rounding = float(divergence(plain, exact).mean())
+    print(f"FP8 weights {rounding:.2g}, with the cache {float(kl.mean()):.2g}")
+    assert rounding > 5e-3
+    assert kl.mean() < 0.5 * rounding
 
 
 def test_lora_on_the_attention_projections(

@@ -219,6 +219,7 @@ def test_another_attention_backend_is_refused() -> None:
             "fast prefill of layers that share",
             "leave --kv-sharing-fast-prefill out",
         ),
+        ({}, {"cache_config": SimpleNamespace(calculate_kv_scales=True)}, "--calculate-kv-scales", "leave it out"),
         ({}, {"model_config": SimpleNamespace(is_hybrid=True)}, "hybrid models", "fp8 or auto"),
         ({}, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by a model", '"method": "ngram"'),
     ],

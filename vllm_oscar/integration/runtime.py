@@ -72,6 +72,8 @@ class OscarRuntime:
         choose_block_size(vllm_config.cache_config)
         self.vllm_config = vllm_config
         self._log_sidecar(path)
+        if getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None):
+            logger.info("the checkpoint's scales for an FP8 cache are not used: INT2 rows have scales of their own")
         tell_apart(vllm_config, self.config, self.sidecar.digest)
         self.dtype: torch.dtype = vllm_config.model_config.dtype
         self.pool_dtype = torch.float16 if self.dtype == torch.float16 else torch.bfloat16
@@ -387,6 +389,11 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False),
         "fast prefill of layers that share another's KV",
         "leave --kv-sharing-fast-prefill out",
+    )
+    refuse(
+        getattr(getattr(vllm_config, "cache_config", None), "calculate_kv_scales", False),  # up to 0.27
+        "--calculate-kv-scales: INT2 rows have scales of their own",
+        "leave it out",
     )
     refuse(
         getattr(vllm_config, "kv_transfer_config", None) is not None,
