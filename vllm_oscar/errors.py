@@ -17,6 +17,10 @@ class VllmVersionError(OscarError, RuntimeError):
     """The installed vLLM is outside the supported range, or a symbol in it is not what we expect."""
 
 
+class PoolError(OscarError, RuntimeError):
+    """An audit (VLLM_OSCAR_AUDIT=1) found a rule of the BF16 pool broken: a bug."""
+
+
 class SidecarError(OscarError, ValueError):
     """A sidecar cannot be used. Subclasses say why."""
 

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.engine
 
 
 def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: Path) -> None:
-    """Short prompts, chunked prefill over INT2 history and mixed batches, with keys encoded in the metric.
+    """Short prompts, chunked prefill over INT2 history and mixed batches, with keys encoded in the metric; the pool is
+    audited in every step.
 
     Tolerances are those of benchmarks/verify_engine.py, which does the same on a GPU.
     """
@@ -22,7 +23,7 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
         [sys.executable, str(script), str(tmp_path)],
         capture_output=True,
         text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_OSCAR_AUDIT": "1"},
         check=False,
     )
     batches = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("batch")]

@@ -1,6 +1,7 @@
 """Slots and copies against a slow oracle, over schedules in which everything happens that a scheduler can do."""
 
 import copy
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from vllm_oscar.attention import in_contract, read_rows
+from vllm_oscar.audit import check_places, check_table
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import NO_SLOT, HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout
@@ -91,11 +93,13 @@ def victim_key(table: SlotTable, slot: int, proven: bool) -> tuple[int, int]:
 @dataclass
 class World:
     """vLLM, as far as the pool sees it: requests come, grow, share prefixes, are preempted and finish, blocks are
-    reused, and now and then somebody else writes a page.
+    reused or change places, and now and then somebody else writes a page.
 
     Attributes:
         page: uid of the token in each (block, offset)
         copies: uid in each (slot, offset)
+        preempted: tokens of each request that waits to be computed again
+        happened: how often each operation, and what came of them
     """
 
     seed: int
@@ -103,10 +107,11 @@ class World:
     num_slots: int
     threshold: int
     max_requests: int
-    num_blocks: int = 60
+    num_blocks: int = 45
     page: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
     running: list[Request] = field(default_factory=list)
+    preempted: list[int] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
     uid: int = 0
 
@@ -139,33 +144,60 @@ class World:
         rng = self.random
         if self.running and rng.random() < 0.12:
             self.release(rng.choice(self.running))
-            self.happened["finished or preempted"] += 1
+            self.happened["finish"] += 1
         while len(self.running) < self.max_requests and rng.random() < 0.5:
             blocks: list[int] = []
             if self.running and rng.random() < 0.6:
                 donor = rng.choice(self.running)
                 blocks = donor.blocks[: rng.randrange(donor.tokens // P + 1)]
-                self.happened["shared"] += bool(blocks)
+                self.happened["share"] += bool(blocks)
             self.running.append(Request(list(blocks), len(blocks) * P))
+            self.happened["admit"] += 1
         rng.shuffle(self.running)
+        self.happened["reorder"] += len(self.running) > 1
+        if self.running and rng.random() < 0.1:
+            self.move_block(rng.choice(self.running))
         for request in list(self.running):
-            query = rng.choice([1, 1, 1, self.threshold, 5, 16, 40, 90]) if request.tokens else rng.choice([1, 17, 70])
-            room = COLUMNS * P - request.tokens
-            query = min(query, room)
+            if request.tokens:
+                query = rng.choice([1, 1, 1, self.threshold, 5, 16, 40, 90])
+            else:  # one that was preempted is computed again at once
+                query = self.preempted.pop() if self.preempted else rng.choice([1, 17, 70])
+            query = min(query, COLUMNS * P - request.tokens)
             total = -(-(request.tokens + query) // P)
-            if not query or total - len(request.blocks) > len(self.free):
+            if not query:
                 self.release(request)
-                self.happened["finished or preempted"] += 1
+                self.happened["finish"] += 1
+                continue
+            if total - len(request.blocks) > len(self.free):
+                self.release(request)
+                self.preempted.append(request.after)
+                self.happened["preempt"] += 1
                 continue
             while len(request.blocks) < total:
                 request.blocks.append(self.free.pop(rng.randrange(len(self.free))))
             request.query = query
+            self.happened["decode" if query <= self.threshold else "chunk"] += 1
         if self.page and rng.random() < 0.2:  # a connector restores, or somebody copies, a page
             block = rng.choice(sorted(self.page))[0]
             for offset in range(P):
                 if (block, offset) in self.page:
                     self.write_page(block, offset)
-            self.happened["overwritten"] += 1
+            self.happened["overwrite"] += 1
+
+    def move_block(self, request: Request) -> None:
+        """A block's page goes to another block, as when one is swapped out and in again; all who share it follow."""
+        if not request.blocks or not self.free:
+            return
+        old, new = self.random.choice(request.blocks), self.free.pop(0)
+        self.views.meta[new] = self.views.meta[old]
+        for offset in range(P):
+            self.page.pop((new, offset), None)
+            if (old, offset) in self.page:
+                self.page[new, offset] = self.page[old, offset]
+        for other in self.running:
+            other.blocks = [new if block == old else block for block in other.blocks]
+        self.free.append(old)
+        self.happened["swap"] += 1
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """block_table, seq_lens, query_start_loc; with padding rows now and then."""
@@ -190,6 +222,7 @@ class World:
                 places, position, torch.full((n,), request.tokens), torch.full((n,), request.after),
                 torch.full((n,), n <= self.threshold),
             )  # fmt: skip
+            check_places(self.table, places, mapping)
             sink, window = self.table.limits.tolist()
             for j, place, hot in zip(position.tolist(), places.tolist(), mapping.tolist(), strict=True):
                 uid = self.write_page(place // P, place % P)
@@ -197,33 +230,29 @@ class World:
                 assert (hot >= 0) == (named and int(self.table.slot_of_block[place // P]) >= 0)
                 if hot >= 0:
                     slot, offset = divmod(hot, P)
-                    assert int(self.table.slot_of_block[place // P]) == slot
-                    assert offset == place % P
                     self.pool.rows.view(torch.int16)[slot, :, :, offset] = uid
                     self.pool.words[slot, :, offset] = page_words(self.views.meta[place // P])[:, offset]
                     self.copies[slot, offset] = uid
 
-    def check_reads(self) -> None:
+    def check_reads(self, request: Request) -> None:
         """Each token is the one in the page, in BF16 if and only if its copy is there and the contract says so."""
         sink, window = self.table.limits.tolist()
-        for request in self.running:
-            decodes = request.query <= self.threshold
-            tokens = request.after if decodes else request.tokens
-            if not tokens:
-                continue
-            blocks = torch.tensor(request.blocks[: -(-tokens // P)])
-            rows = read_rows(self.views, self.pool, self.table, blocks, tokens, request.tokens)
-            uids = [self.page[request.blocks[j // P], j % P] for j in range(tokens)]
-            slots = [int(self.table.slot_of_block[block]) for block in request.blocks]
-            copied = [self.copies.get((slots[j // P], j % P)) == uid for j, uid in enumerate(uids)]
-            named = [j < sink or j >= request.tokens + 1 - window for j in range(tokens)]
-            hot = torch.tensor(copied) & torch.tensor(named)
-            wanted = torch.where(hot, from_bits(uids, torch.bfloat16), from_bits(uids, torch.float16))
-            assert torch.equal(rows.hot, hot[:, None].expand(-1, HEADS))
-            assert torch.equal(rows.key, wanted[:, None, None].expand_as(rows.key))
-            assert torch.equal(rows.value, wanted[:, None, None].expand_as(rows.value))
-            self.happened["hot"] += int(hot.sum())
-            self.happened["int2"] += int((~hot).sum())
+        tokens = request.after if request.query <= self.threshold else request.tokens
+        if not tokens:
+            return
+        blocks = torch.tensor(request.blocks[: -(-tokens // P)])
+        rows = read_rows(self.views, self.pool, self.table, blocks, tokens, request.tokens)
+        uids = [self.page[request.blocks[j // P], j % P] for j in range(tokens)]
+        slots = [int(self.table.slot_of_block[block]) for block in request.blocks]
+        copied = [self.copies.get((slots[j // P], j % P)) == uid for j, uid in enumerate(uids)]
+        named = [j < sink or j >= request.tokens + 1 - window for j in range(tokens)]
+        hot = torch.tensor(copied) & torch.tensor(named)
+        wanted = torch.where(hot, from_bits(uids, torch.bfloat16), from_bits(uids, torch.float16))
+        assert torch.equal(rows.hot, hot[:, None].expand(-1, HEADS))
+        assert torch.equal(rows.key, wanted[:, None, None].expand_as(rows.key))
+        assert torch.equal(rows.value, wanted[:, None, None].expand_as(rows.value))
+        self.happened["hot"] += int(hot.sum())
+        self.happened["int2"] += int((~hot).sum())
 
     def step(self) -> None:
         self.schedule()
@@ -239,7 +268,7 @@ class World:
         self.table.allocate(*arguments, self.threshold, proven)
         self.check_allocation(old, proven)
         self.write()
-        self.check_reads()
+        self.check_reads(self.random.choice(self.running))
         again = copy.deepcopy(self.table)
         self.table.allocate(*arguments, self.threshold, proven)
         for name in ("slot_of_block", "block_of_slot", "is_sink"):
@@ -257,10 +286,7 @@ class World:
         assert int(table.shrunk_steps - old.shrunk_steps) == shrunk
         self.happened["shrunk"] += shrunk
         slot_of, old_slot_of = table.slot_of_block[:-1].tolist(), old.slot_of_block[:-1].tolist()
-        assert slot_of[0] == NO_SLOT, "the null block has a slot"
-        for block, slot in enumerate(slot_of):  # one to one
-            assert slot == NO_SLOT or int(table.block_of_slot[slot]) == block
-        assert {b for b in table.block_of_slot[:-1].tolist() if b >= 0} == {b for b, s in enumerate(slot_of) if s >= 0}
+        check_table(table)
         for block in needed:
             assert slot_of[block] != NO_SLOT, (block, "is needed and has no slot")
             assert old_slot_of[block] in (NO_SLOT, slot_of[block]), "a block that had a slot keeps it"
@@ -289,13 +315,16 @@ class World:
 def test_random_schedules_agree_with_the_oracle(
     sink: int, window: int, num_slots: int, threshold: int, requests: int
 ) -> None:
+    """10,000 operations in all, each step of them checked."""
     happened: Counter[str] = Counter()
-    for seed in range(2):
-        world = World(seed, HotContract(sink, window, P), num_slots, threshold, requests)
+    operations = {"admit", "chunk", "decode", "finish", "preempt", "share", "swap", "reorder", "overwrite"}
+    seeds = itertools.count()
+    while sum(happened[name] for name in operations) < 10000 / 6:
+        world = World(next(seeds), HotContract(sink, window, P), num_slots, threshold, requests)
         for _ in range(50):
             world.step()
         happened += world.happened
-    expected = {"finished or preempted", "shared", "overwritten", "hot", "int2", "evicted unproven"}
+    expected = operations | {"hot", "int2", "evicted unproven"}
     expected |= {"shrunk"} if num_slots < 20 and window > 1 else set()
     assert expected <= set(happened), happened
 

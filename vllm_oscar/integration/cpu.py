@@ -72,6 +72,8 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
         position = before + torch.arange(num_tokens) - query_start_loc[request]
         slot_mapping = common.slot_mapping[:num_tokens]
         short = (query_lens <= threshold)[request]
+        hot_slot_mapping = table.hot_slot_mapping(slot_mapping, position, before, after, short)
+        self.runtime.audit(self.layer_names, table, slot_mapping, hot_slot_mapping)
         self.runtime.watch()
         return CpuMetadata(
             num_tokens=num_tokens,
@@ -80,7 +82,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
             block_table=common.block_table_tensor,
             position=position,
             slot_mapping=slot_mapping,
-            hot_slot_mapping=table.hot_slot_mapping(slot_mapping, position, before, after, short),
+            hot_slot_mapping=hot_slot_mapping,
             table=table,
             decode_threshold=threshold,
         )

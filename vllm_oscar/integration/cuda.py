@@ -115,6 +115,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         num_tokens = common.num_actual_tokens
         slot_mapping = common.slot_mapping[:num_tokens]
         slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping)
+        self.runtime.audit(self.layer_names, table, slot_mapping, self.hot_slot_mapping[:num_tokens])
 
         starts_cpu = common.query_start_loc_cpu
         decode_len = int(starts_cpu[1] - starts_cpu[0]) if num_decodes else 0

@@ -14,7 +14,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.platforms import current_platform
 
-from vllm_oscar import __version__
+from vllm_oscar import __version__, audit
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
@@ -87,6 +87,9 @@ class OscarRuntime:
         self.builders: dict[str, Any] = {}  # of the KV-cache groups, by their first layer
         self._tables: dict[str, SlotTable] = {}
         self._watched = 0
+        self._audits = audit.asked_for()
+        if self._audits:
+            logger.warning("%s: every step checks the whole BF16 pool, which is slow", audit.ENVIRONMENT_VARIABLE)
         self._publisher: Publisher | None = None
         self._pending: tuple[torch.Tensor, torch.Event | None] | None = None
         self._warned: set[str] = set()
@@ -221,6 +224,25 @@ class OscarRuntime:
             table.clear()
 
     def watch(self) -> None:
+    def audit(
+        self, layer_names: list[str], table: SlotTable, slot_mapping: torch.Tensor, hot_slot_mapping: torch.Tensor
+    ) -> None:
+        """Check a group's slots as they are for the step that begins, and its copies as the last step left them.
+        Called by every builder in every step; does nothing unless the environment asks.
+
+        Raises:
+            PoolError: names the rule that is broken.
+        """
+        if not self._audits:
+            return
+        audit.check_table(table)
+        audit.check_places(table, slot_mapping, hot_slot_mapping)
+        for name in layer_names:
+            layer = self.vllm_config.compilation_config.static_forward_context[name]
+            impl: OscarImpl = layer.impl
+            if impl.owns_cache:
+                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)))
+
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
         at the device's counters now and then, without waiting for it."""
         self._watched += 1

@@ -1,0 +1,91 @@
+"""What always holds of the BF16 pool, rule by rule: for tests, and for engines that run with VLLM_OSCAR_AUDIT=1.
+
+Everything here reads the device and waits for it.
+"""
+
+import os
+
+import torch
+
+from vllm_oscar.errors import PoolError
+from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, page_words
+from vllm_oscar.page_layout import KEY, VALUE, PageViews, unpack
+from vllm_oscar.quantizer import MAX_VALUE_SCALE, decode
+
+ENVIRONMENT_VARIABLE = "VLLM_OSCAR_AUDIT"
+_FAR = 1.0  # squared distance of a row from its own INT2 form, of its norm; another token's is at about 2
+
+
+def asked_for() -> bool:
+    """Whether the environment asks for audits."""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "") not in ("", "0")
+
+
+def _holds(rule: str, where: torch.Tensor) -> None:
+    if not bool(where.all()):
+        places = (~where).nonzero()[:4].tolist()
+        raise PoolError(f"BF16 pool, broken rule: {rule} (at {places}); this is a bug, please report it")
+
+
+def check_table(table: SlotTable) -> None:
+    """Between two calls of `allocate`.
+
+    Raises:
+        PoolError: names the rule that is broken.
+    """
+    contract, p = table.contract, table.contract.block_size
+    slot, block = table.slot_of_block[:-1].long(), table.block_of_slot[:-1].long()
+    blocks, slots = (torch.arange(of.shape[0], device=of.device) for of in (slot, block))
+    _holds("the null block has no slot", slot[:1] == NO_SLOT)
+    _holds("a block's slot is one of the pool's", (slot >= NO_SLOT) & (slot < slots.shape[0]))
+    _holds("a slot's block is one of the cache's", (block >= -1) & (block < blocks.shape[0]))
+    _holds("a block's slot holds that block", (slot == NO_SLOT) | (block[slot.clamp(min=0)] == blocks))
+    _holds("a slot's block has that slot", (block < 0) | (slot[block.clamp(min=0)] == slots))
+    _holds("as many slots are taken as blocks have one", ((slot >= 0).sum() == (block >= 0).sum())[None])
+    _holds("masked writes leave nothing", torch.stack([table.slot_of_block[-1], table.block_of_slot[-1]]) == -1)
+
+    sink, window = table.limits[:1], table.limits[1:]
+    _holds("the sink limit is the contract's, or one block", (sink == contract.sink) | (sink == min(p, contract.sink)))
+    whole_blocks = (window >= 1) & (window < contract.window) & ((window - 1) % p == 0)
+    _holds("the window limit is the contract's, or 1 and whole blocks", (window == contract.window) | whole_blocks)
+    last, step = table.last_step[:-1], table.step
+    _holds("no slot was needed in a step to come", (last >= 0) & (last <= step))
+    _holds("no more steps shrank the window than there were", (table.shrunk_steps >= 0) & (table.shrunk_steps <= step))
+    most = step.long() * table.num_slots
+    _holds("no step evicts more than the pool holds", (table.evictions >= 0) & (table.evictions <= most))
+
+
+def check_places(table: SlotTable, slot_mapping: torch.Tensor, hot_slot_mapping: torch.Tensor) -> None:
+    """A step's new tokens: each copy goes into the slot of its token's block, and no two into one place.
+
+    Raises:
+        PoolError: names the rule that is broken.
+    """
+    p = table.contract.block_size
+    hot = hot_slot_mapping >= 0
+    place, page = hot_slot_mapping[hot], slot_mapping[hot]
+    _holds("only tokens that are written to a page are copied", page >= 0)
+    _holds("a copy goes into a slot of the pool", place < table.num_slots * p)
+    _holds("a copy goes into its block's slot", table.block_of_slot[place // p] == page // p)
+    _holds("a copy has its token's place in the block", place % p == page % p)
+    _holds("no two copies go into one place", torch.tensor([place.unique().numel() == place.numel()]))
+
+
+def check_copies(table: SlotTable, pool: HotPool, views: PageViews) -> None:
+    """A layer between two steps: a copy whose words agree with its page's is a copy of the row that is in the page.
+
+    Rows beyond what INT2 can express are left out.
+
+    Raises:
+        PoolError: names the rule that is broken.
+    """
+    slots = (table.block_of_slot[:-1] >= 0).nonzero()[:, 0]
+    blocks = table.block_of_slot[slots].long()
+    meta = views.meta[blocks]
+    proven = (pool.words[slots] == page_words(meta)).all(-1)  # (slots, heads, P)
+    for which, name in ((KEY, "key"), (VALUE, "value")):
+        pair = meta[..., which, :, :]
+        page = decode(unpack(views.codes[which][blocks]), pair[..., 0], pair[..., 1])
+        copy = pool.rows[slots][:, :, which].float()
+        near = (page - copy).square().sum(-1) <= _FAR * copy.square().sum(-1)
+        _holds(f"a proven {name} is the page's", near | ~proven | (copy.abs().amax(-1) >= MAX_VALUE_SCALE))
