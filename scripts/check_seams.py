@@ -70,6 +70,7 @@ SIGNATURES = {
     "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls": "cls selected_backend attn_selector_config",
     "vllm.platforms.cuda.CudaPlatformBase.get_attn_backend_cls": "cls selected_backend attn_selector_config",
     "vllm.model_executor.layers.attention.Attention.get_kv_cache_spec": "self vllm_config",
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config": "self",
     "vllm.model_executor.warmup.kernel_warmup.kernel_warmup": "worker",
     "vllm.config.cache.register_kv_cache_dtype": "name",
 }

@@ -21,6 +21,7 @@ from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import refuse
+from vllm_oscar.integration.seams import DTYPE
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
 
@@ -86,10 +87,10 @@ class OscarRuntime:
         self.workspaces: dict[tuple[int, ...], Any] = {}  # buffers that layers of one shape share, on GPUs
         self.builders: dict[str, Any] = {}  # of the KV-cache groups, by their first layer
         self._tables: dict[str, SlotTable] = {}
-        self._watched = 0
         self._audits = audit.asked_for()
         if self._audits:
             logger.warning("%s: every step checks the whole BF16 pool, which is slow", audit.ENVIRONMENT_VARIABLE)
+        self._watched = 0
         self._publisher: Publisher | None = None
         self._pending: tuple[torch.Tensor, torch.Event | None] | None = None
         self._warned: set[str] = set()
@@ -223,7 +224,6 @@ class OscarRuntime:
         for table in self._tables.values():
             table.clear()
 
-    def watch(self) -> None:
     def audit(
         self, layer_names: list[str], table: SlotTable, slot_mapping: torch.Tensor, hot_slot_mapping: torch.Tensor
     ) -> None:
@@ -243,6 +243,7 @@ class OscarRuntime:
             if impl.owns_cache:
                 audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)))
 
+    def watch(self) -> None:
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
         at the device's counters now and then, without waiting for it."""
         self._watched += 1
@@ -385,11 +386,13 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         "hybrid models (Mamba or linear attention beside attention) yet",
     )
     parallel = vllm_config.parallel_config
-    method = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
+    speculative = getattr(vllm_config, "speculative_config", None)
+    method = getattr(speculative, "method", None)
+    drafts_apart = method == "draft_model" and speculative.kv_cache_dtype not in (None, DTYPE)
     refuse(
-        method is not None and not method.startswith(("ngram", "suffix")),
-        f"drafts by a model (speculative method {method!r}), whose layers no sidecar describes",
-        'use {"method": "ngram"} in --speculative-config',
+        method is not None and not method.startswith(("ngram", "suffix")) and not drafts_apart,
+        f"drafts by a model (speculative method {method!r}) in the cache: no sidecar describes their layers",
+        'use {"method": "ngram"} in --speculative-config, or {"method": "draft_model", "kv_cache_dtype": "auto", ...}',
     )
     refuse(
         parallel.decode_context_parallel_size > 1,
