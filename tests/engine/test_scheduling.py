@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -208,9 +208,8 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from conftest import Engine
 model, sidecar, out = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[6]
-options, requests = map(json.loads, sys.argv[4:6])
-ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-engine = Engine(model, sidecar, options, speculative_config=ngram)
+options, requests, serving = map(json.loads, (*sys.argv[4:6], sys.argv[7]))
+engine = Engine(model, sidecar, options, **serving)
 results = []
 for prompt, length in requests:
     answer = engine.answer(prompt, length)
@@ -221,19 +220,39 @@ torch.save((results, counts), out)
 """
 
 
-def test_ngram_speculation(
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "kv_cache_dtype": "auto"}
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_speculation(
     model_path: Path,
     sidecar_path: Path,
     tmp_path: Path,
     undisturbed: Callable[..., torch.Tensor],
     prose: list[int],
+    method: str,
 ) -> None:
     """Verification steps of four tokens read their own tokens from the pool; rejected ones are written over.
 
-    In a process of its own: vLLM's proposer brings numba, whose threads get in the way of the other engines'.
+    In a process of its own: vLLM's proposer brings numba, whose threads get in the way of the other engines'. The
+    draft model is the test model with other rotary angles, so that some of its drafts are wrong; its cache is BF16.
     """
+    serving: dict[str, Any] = {"speculative_config": NGRAM}
+    if method == "draft_model":
+        draft = tmp_path / "draft"
+        draft.mkdir()
+        for file in model_path.iterdir():
+            if file.is_file():
+                (draft / file.name).symlink_to(file.resolve())
+        config = json.loads((draft / "config.json").read_text())
+        (draft / "config.json").unlink()
+        config["rope_parameters"]["rope_theta"] = 1e3
+        (draft / "config.json").write_text(json.dumps(config))
+        # vLLM's own attention on CPUs takes blocks of 32
+        serving = {"speculative_config": {**DRAFT, "model": str(draft)}, "block_size": 32}
     requests = [(prose[:12] * 2 + prose[:4], 20), (prose[:50] * 3 + prose[300:350], 24)]
-    arguments = [json.dumps(OPTIONS), json.dumps(requests), tmp_path / "results.pt"]
+    arguments = [json.dumps(OPTIONS), json.dumps(requests), tmp_path / "results.pt", json.dumps(serving)]
     command = [sys.executable, "-c", SPECULATE, Path(__file__).parent, model_path, sidecar_path, *arguments]
     subprocess.run([str(part) for part in command], check=True)
     results, (accepted, drafted) = torch.load(tmp_path / "results.pt")

@@ -52,6 +52,13 @@ def test_refused(
         make_engine(oscar, **options)
 
 
+def test_a_draft_model_in_the_cache(make_engine: Callable[..., Engine], model_path: Path) -> None:
+    """With a cache of its own it is served: test_scheduling.py."""
+    drafts = {"method": "draft_model", "model": str(model_path), "num_speculative_tokens": 3}
+    with pytest.raises(UnsupportedError, match=r'\'draft_model\'.*use {"method": "ngram"} .*"kv_cache_dtype": "auto"'):
+        make_engine(speculative_config=drafts)
+
+
 def test_no_sidecar_at_all(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only then: with a folder for the user's sidecars that is empty, and none in the model's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
