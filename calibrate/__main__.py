@@ -51,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--value-clip", type=float, default=VALUE_CLIP, help="of minmax")
     p.add_argument("--search", action="store_true", help="instead of these gains and clips: for each layer those that "
                    "leave its attention output least wrong")  # fmt: skip
+    p.add_argument("--no-turning", action="store_true",
+                   help="aware: means of keys are constant also where RoPE turns a large bias")  # fmt: skip
     p.add_argument("--value-target", choices=tuple(VALUE_TARGETS), default="weighted",
                    help="reference: what values are rotated by")  # fmt: skip
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -79,7 +81,8 @@ def run(options: argparse.Namespace) -> Sidecar:
 
     disable_progress_bar()  # ours is the one to look at
     out = options.out or cached_path(options.model)
-    fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(options.model))
+    config = AutoConfig.from_pretrained(options.model)
+    fingerprint = ModelFingerprint.of(config)
     layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes
     recipe = Recipe.of(
         options.method,
@@ -93,6 +96,7 @@ def run(options: argparse.Namespace) -> Sidecar:
         key_clip=options.key_clip,
         value_clip=options.value_clip,
         search=options.search,
+        context=0 if options.no_turning else getattr(config.get_text_config(), "max_position_embeddings", 0),
     )
     if options.sequences < 1 or options.length < 2 or options.stride < 1:
         raise ConfigError("--sequences, --length and --stride must be positive")

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vllm_oscar.calibrate.statistics import LayerStatistics
+from vllm_oscar.calibrate.turning import turning_mean
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.rotation import aware_transform, grouped_hadamard, reference_rotation, regularised
 from vllm_oscar.sidecar import LayerCalibration, TensorCalibration, single_threaded
@@ -30,6 +31,7 @@ class Recipe:
         key_gain, value_gain: None: the method's own
         key_clip, value_clip: of `minmax`
         search: gains and clips are those that `calibrate.search` finds for each layer, where it finds any
+        context: tokens of the model's longest context, over which a mean of keys may turn; 0: no mean does
     """
 
     method: str
@@ -43,6 +45,7 @@ class Recipe:
     key_clip: float = KEY_CLIP
     value_clip: float = VALUE_CLIP
     search: bool = False
+    context: int = 0
 
     @classmethod
     def of(cls, method: str, key_encoder: str | None = None, value_encoder: str | None = None, **more: Any) -> "Recipe":
@@ -99,7 +102,8 @@ def _searched(calibration: TensorCalibration, statistics: LayerStatistics, name:
 
 
 def _aware(statistics: LayerStatistics, name: str, recipe: Recipe, letter: str) -> tuple[TensorCalibration, list[int]]:
-    mean, data = statistics.mean_and_covariance(name)
+    turning = turning_mean(statistics, recipe.context) if letter == "k" and recipe.context else None
+    mean, data = statistics.mean_and_covariance(name, turning)
     error = statistics.tensors[f"{name}_error"]
     heads, head_size = mean.shape
     known = torch.isfinite(data).all(-1).all(-1) & (_trace(data) > 0) & (_trace(error) > 0)
@@ -124,6 +128,8 @@ def _aware(statistics: LayerStatistics, name: str, recipe: Recipe, letter: str) 
         transform=transform.float(),
         metric=gram.float() if metric else None,
         spectrum=spectrum.float(),
+        frequency=turning.frequency if turning else None,
+        turning=turning.vectors.float() if turning else None,
         **settings,
     )
     return calibration, (~known).nonzero()[:, 0].tolist()

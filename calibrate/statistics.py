@@ -1,10 +1,14 @@
 """Sums over tokens that rotations are made from: docs/maths.md has the formulas. All float64, per KV head."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_oscar.calibrate.capture import Attention, exact
+
+if TYPE_CHECKING:
+    from vllm_oscar.calibrate.turning import Turning
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,9 @@ class LayerStatistics:
     Attributes:
         tensors: float64, by name. `reference`: query_covariance, value_plain, value_weighted, value_output
             (heads, D, D), sequences (). `aware`: key_error, key_second, value_error, value_second (heads, D, D),
-            key_first, value_first (heads, D), key_weight, value_weight (heads,). Beside them what `search` found:
+            key_first, value_first (heads, D), key_weight, value_weight (heads,), and where RoPE is known its frequency
+            (pairs,) and, over cosines and sines of its angles, wave_first (heads, 2 pairs), wave_second
+            (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D). Beside them what `search` found:
             key_gain, value_gain, key_clip, value_clip ().
     """
 
@@ -47,12 +53,17 @@ class LayerStatistics:
         amount = amount.double()
         self.tensors[name] = self.tensors[name] + amount if name in self.tensors else amount
 
-    def add(self, attention: Attention, far: FarSet | None) -> None:
-        """One sequence. far: the pairs for the sums of `aware`; None: the sums of `reference`."""
+    def add(self, attention: Attention, far: FarSet | None, frequency: torch.Tensor | None = None) -> None:
+        """One sequence.
+
+        Args:
+            far: the pairs for the sums of `aware`; None: the sums of `reference`
+            frequency: float32 (pairs,), of RoPE in radians a token; None: not known, or there is none
+        """
         if far is None:
             self._add_reference(attention)
         else:
-            self._add_aware(attention, far)
+            self._add_aware(attention, far, frequency)
 
     def _add_reference(self, attention: Attention) -> None:
         kv_heads, length, head_size = attention.key.shape
@@ -69,7 +80,7 @@ class LayerStatistics:
         weight = weight / weight.sum(-1, keepdim=True)
         self._add("value_weighted", (value * weight[..., None]).mT @ value)
 
-    def _add_aware(self, attention: Attention, far: FarSet) -> None:
+    def _add_aware(self, attention: Attention, far: FarSet, frequency: torch.Tensor | None) -> None:
         kv_heads, length, head_size = attention.key.shape
         device = attention.key.device
         projection = exact(attention.projection)
@@ -103,6 +114,8 @@ class LayerStatistics:
         self._add("value_error", (head_weight[..., None, None] * gram.double()).sum(1))
         self._add_moments("key", attention.key.double(), key_weight)
         self._add_moments("value", attention.value.double(), value_weight)
+        if frequency is not None:
+            self._add_waves(frequency.to(device), attention.key.double(), key_weight)
 
     def _add_moments(self, name: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
         """Weighted sums of rows (heads, T, D), weights (heads, T)."""
@@ -111,11 +124,34 @@ class LayerStatistics:
         self._add(f"{name}_first", weighted.sum(1))
         self._add(f"{name}_second", weighted.mT @ rows)
 
-    def mean_and_covariance(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted mean (heads, D) and covariance (heads, D, D) of "key" or "value"; NaN for heads without weight."""
+    def _add_waves(self, frequency: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        """Weighted sums of the cosines and sines of RoPE's angles, and of their products with rows (heads, T, D)."""
+        angle = torch.arange(rows.shape[1], device=rows.device)[:, None] * frequency.double()
+        waves = torch.cat([angle.cos(), angle.sin()], 1)
+        weighted = waves * weight[..., None]
+        self.tensors["frequency"] = frequency
+        self._add("wave_first", weighted.sum(1))
+        self._add("wave_second", weighted.mT @ waves)
+        self._add("wave_key", weighted.mT @ rows)
+
+    def mean_and_covariance(self, name: str, turning: "Turning | None" = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted mean (heads, D) and covariance (heads, D, D) of "key" or "value"; NaN for heads without weight.
+
+        Args:
+            turning: of keys, taken off every row first; its frequencies are some of the statistics'
+        """
         weight = self.tensors[f"{name}_weight"][:, None]
         mean = self.tensors[f"{name}_first"] / weight
         second = self.tensors[f"{name}_second"] / weight[..., None]
+        if turning is not None:
+            known = self.tensors["frequency"]
+            pair = (turning.frequency[:, None] == known).int().argmax(1)
+            column = torch.cat([pair, pair + len(known)])
+            vectors = turning.vectors.double().transpose(1, 2).flatten(1, 2)  # (heads, 2 pairs, D)
+            cross = vectors.mT @ self.tensors["wave_key"][:, column] / weight[..., None]
+            own = vectors.mT @ self.tensors["wave_second"][:, column][:, :, column] @ vectors / weight[..., None]
+            mean = mean - (self.tensors["wave_first"][:, None, column] @ vectors)[:, 0] / weight
+            second = second - cross - cross.mT + own
         return mean, second - mean[..., :, None] * mean[..., None, :]
 
     def average(self, name: str) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch import nn
 from vllm_oscar.calibrate.capture import Attention, capturing
 from vllm_oscar.calibrate.search import SAMPLES
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
+from vllm_oscar.calibrate.turning import rope_frequencies
 from vllm_oscar.errors import UnsupportedError
 
 
@@ -230,15 +231,17 @@ def collect(
         states.close()
         state.finish(-1)
     progress(state.done * len(ids))
+    frequencies = [rope_frequencies(model.decoder, call.options) for call in calls]
     for name, part in model.decoder.named_children():
         if name != "layers":
             part.to("meta")  # the embedding is not needed any more
     for number in range(state.done, len(model.layers)):
         statistics = LayerStatistics()
         samples: list[Attention] = []
+        frequency = frequencies[number]
 
         def observe(attention: Attention) -> None:
-            statistics.add(attention, far)  # noqa: B023
+            statistics.add(attention, far, frequency)  # noqa: B023
             if tune and len(samples) < SAMPLES:  # noqa: B023
                 samples.append(attention)  # noqa: B023
 

@@ -7,8 +7,8 @@ own raw keys and values. With B the inverse transform, m the mean and a the soft
     logit of a raw token      a q . k
     output                    (sum p y_V) B_V + (sum of those p) m_V + sum p v
 
-in one softmax; a soft cap acts on the whole logit. Kernels may drop a q . m_K where every token is a stored one, but not
-the part of m_K that turns with the token's position (turning).
+in one softmax; a soft cap acts on the whole logit. Kernels may drop a q . m_K where every token is a stored one, not
+however the part of m_K that turns with the token's position (turning).
 """
 
 from typing import NamedTuple

@@ -138,7 +138,7 @@ class TensorCalibration:
         clip: share of a row's magnitudes that `minmax` keeps exactly; 1: no clip
         metric: G, float32 (heads, D, D), what the `metric` encoder minimises; None for the others
         spectrum: float32 (heads, D), for inspection: eigenvalues of the covariance that T was made from
-        frequency: float32 (pairs,), radians a token, of the RoPE pairs whose mean turns with the position; None: of none
+        frequency: float32 (pairs,), radians a token, of the RoPE pairs whose mean turns with the position; None: none
         turning: float32 (heads, pairs, 2, D), what the mean has of the cosine and the sine of their angles
     """
 

@@ -289,11 +289,11 @@ def test_killed_runs_go_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest
     passes: list[int] = []
     limit = 0
 
-    def add(self: LayerStatistics, attention: Attention, far: FarSet | None) -> None:
+    def add(self: LayerStatistics, attention: Attention, far: FarSet | None, frequency: torch.Tensor | None) -> None:
         if len(passes) == limit:
             raise KeyboardInterrupt
         passes.append(1)
-        plain(self, attention, far)
+        plain(self, attention, far, frequency)
 
     monkeypatch.setattr(LayerStatistics, "add", add)
     for limit in (0, 2, 5, 4):  # noqa: B007

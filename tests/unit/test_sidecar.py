@@ -441,3 +441,56 @@ def test_explicit_hub_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
     with pytest.raises(errors.SidecarNotFoundError, match="offline"):
         find_sidecar("m", "org/rotations")
+
+
+def turning(fingerprint: ModelFingerprint = FINGERPRINT, pairs: int = 3, **changes: Any) -> Sidecar:
+    """Layer 1's keys have a mean that turns."""
+    plain = make(fingerprint, **changes)
+    generator = torch.Generator().manual_seed(7)
+    key = replace(
+        plain.layers[1].key,
+        frequency=torch.rand(pairs, generator=generator),
+        turning=torch.randn(fingerprint.num_kv_heads, pairs, 2, fingerprint.head_size, generator=generator),
+    )
+    return replace(plain, layers=plain.layers | {1: replace(plain.layers[1], key=key)})
+
+
+def test_a_mean_that_turns_is_kept_and_sharded(tmp_path: Path) -> None:
+    """Vectors belong to heads, frequencies to the layer, also where transforms are one for all heads."""
+    for name in ("head", "layer"):
+        written = turning(per=name)
+        written.save(tmp_path / name)
+        read = Sidecar.load(tmp_path / name, FINGERPRINT)
+        key = read.layers[1].key
+        assert key.frequency is not None and key.turning is not None
+        assert torch.equal(key.frequency, written.layers[1].key.frequency)
+        assert torch.equal(key.turning, written.layers[1].key.turning)
+        assert read.layers[0].key.frequency is None
+        part = read.layers[1].shard(1, 2).key
+        assert torch.equal(part.frequency, key.frequency)
+        assert torch.equal(part.turning, key.turning[1:2])
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"drop": "layers.1.k.frequency"}, errors.SidecarCorruptError),
+        ({"drop": "layers.1.k.turning"}, errors.SidecarCorruptError),
+        ({"tensors": {"layers.1.v.frequency": torch.zeros(3)}}, errors.SidecarCorruptError),
+        ({"tensors": {"layers.1.k.turning": torch.zeros(2, 2, 2, 64)}}, errors.SidecarShapeError),
+        ({"tensors": {"layers.1.k.frequency": torch.zeros(1, 3)}}, errors.SidecarShapeError),
+        ({"tensors": {"layers.1.k.frequency": torch.full((3,), torch.inf)}}, errors.SidecarNonFiniteError),
+        (
+            {"tensors": {"layers.1.k.frequency": torch.zeros(9), "layers.1.k.turning": torch.zeros(2, 9, 2, 64)}},
+            errors.SidecarShapeError,
+        ),
+    ],
+)
+def test_a_mean_that_turns_is_whole_or_refused(
+    tmp_path: Path, change: dict[str, Any], error: type[errors.SidecarError]
+) -> None:
+    """Both tensors or none, of keys only, at most eight pairs."""
+    turning().save(tmp_path / "s")
+    rewrite(tmp_path / "s", **change)
+    with pytest.raises(error, match=r"layers\.1\.[kv]\.(frequency|turning)"):
+        Sidecar.load(tmp_path / "s")

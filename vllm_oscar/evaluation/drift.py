@@ -18,6 +18,7 @@ import torch
 
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.calibrate.streaming import Model, State, collect
+from vllm_oscar.calibrate.turning import Turning
 from vllm_oscar.sidecar import Sidecar, TensorCalibration
 
 WINDOWS = 2  # of a text that are looked at
@@ -88,6 +89,9 @@ def drifts(model: str, sidecar: Sidecar, texts: Mapping[str, torch.Tensor]) -> l
 
 def _moved(statistics: LayerStatistics, name: str, calibration: TensorCalibration) -> torch.Tensor:
     """Of each head, float64 (heads,); NaN for heads that read no INT2."""
-    mean, _ = statistics.mean_and_covariance(name)
+    turning = None
+    if calibration.frequency is not None and calibration.turning is not None:
+        turning = Turning(calibration.frequency, calibration.turning)
+    mean, _ = statistics.mean_and_covariance(name, turning)
     way = torch.einsum("hd,hde->he", mean.cpu() - calibration.mean.double(), calibration.transform.double())
     return way.square().mean(-1)

@@ -30,6 +30,7 @@ class Row:
         encoder, gain, clip: how rows become codes
         condition: condition number of T, largest of the heads
         mean_norm: length of the mean, largest of the heads
+        turning: RoPE pairs whose mean turns with the position
         first_direction: share of the variance in the strongest direction, largest of the heads; None without spectrum
         directions: how many equally strong directions would spread as much, (sum l)^2 / sum l^2, smallest of the heads
     """
@@ -41,6 +42,7 @@ class Row:
     clip: float
     condition: float
     mean_norm: float
+    turning: int
     first_direction: float | None
     directions: float | None
 
@@ -61,6 +63,7 @@ class Row:
             calibration.clip,
             float(torch.linalg.cond(calibration.transform.double()).max()),
             float(calibration.mean.norm(dim=-1).max()),
+            0 if calibration.frequency is None else len(calibration.frequency),
             first,
             directions,
         )
@@ -88,8 +91,8 @@ def table(sidecar: Sidecar, found: Sequence[Row]) -> str:
     if sidecar.absent:
         lines.append(f"layers left out: {', '.join(map(str, sidecar.absent))}")
     lines.append(
-        f"{'layer':>5}{'':>3}{'encoder':>9}{'gain':>6}{'clip':>6}{'condition':>11}{'|mean|':>9}{'first dir.':>12}"
-        f"{'directions':>12}"
+        f"{'layer':>5}{'':>3}{'encoder':>9}{'gain':>6}{'clip':>6}{'condition':>11}{'|mean|':>9}{'turning':>9}"
+        f"{'first dir.':>12}{'directions':>12}"
     )
     for row in found:
         spectrum = "".join(f"{'-':>12}" for _ in range(2))
@@ -97,7 +100,7 @@ def table(sidecar: Sidecar, found: Sequence[Row]) -> str:
             spectrum = f"{100 * row.first_direction:>11.1f}%{row.directions:>12.1f}"
         lines.append(
             f"{row.layer:>5}{row.tensor:>3}{row.encoder:>9}{row.gain:>6.2f}{row.clip:>6.2f}{row.condition:>11.2f}"
-            f"{row.mean_norm:>9.2f}{spectrum}"
+            f"{row.mean_norm:>9.2f}{row.turning:>9}{spectrum}"
         )
     return "\n".join(lines)
 

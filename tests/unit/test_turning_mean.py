@@ -1,0 +1,151 @@
+"""Calibration of the mean that turns: found where a bias is planted, in both layouts of RoPE's pairs, not elsewhere."""
+
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from vllm_oscar.cache_layer import RowCodec  # noqa: E402
+from vllm_oscar.calibrate.capture import Attention, attention_output  # noqa: E402
+from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
+from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
+from vllm_oscar.calibrate.streaming import Model, _record  # noqa: E402
+from vllm_oscar.calibrate.turning import Turning, rope_frequencies, turning_mean  # noqa: E402
+from vllm_oscar.quantizer import FP16_MAX, decode  # noqa: E402
+
+HEADS, SIZE, TOKENS, PAIRS = 2, 64, 384, 32
+FREQUENCY = 10000.0 ** (-torch.arange(PAIRS, dtype=torch.float32) / PAIRS)
+FAR = FarSet(sink=16, window=64)
+
+
+def rope(rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Rows (heads, T, D), turned to their positions; pairs are neighbours or one from each half."""
+    angle = torch.arange(rows.shape[1])[:, None] * FREQUENCY.double()
+    cos, sin = angle.cos(), angle.sin()
+    if interleaved:
+        first, second = rows[..., 0::2], rows[..., 1::2]
+        return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
+    first, second = rows.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def attention(bias: torch.Tensor, interleaved: bool = False, seed: int = 0) -> Attention:
+    """Random rows whose keys have a bias before RoPE, float64 (heads, D)."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    key = rope(randn(HEADS, TOKENS, SIZE) + bias[:, None], interleaved)
+    query = randn(2 * HEADS, TOKENS, SIZE) * (1 / (1 + bias.abs())).repeat_interleave(2, 0)[:, None]
+    value = randn(HEADS, TOKENS, SIZE)
+    fields: dict[str, Any] = {"mask": None, "scaling": SIZE**-0.5, "softcap": None, "sinks": None}
+    empty = Attention(query, key, value, torch.empty_like(query), projection=randn(2 * HEADS, 96, SIZE), **fields)
+    return Attention(query, key, value, attention_output(empty), projection=empty.projection, **fields)
+
+
+def planted(*pairs: int, interleaved: bool = False) -> torch.Tensor:
+    bias = torch.zeros(HEADS, SIZE, dtype=torch.float64)
+    for pair in pairs:
+        first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + PAIRS)
+        bias[:, first], bias[:, second] = torch.tensor([40.0, -30.0]), torch.tensor([20.0, 50.0])
+    return bias
+
+
+def statistics(*calls: Attention) -> LayerStatistics:
+    sums = LayerStatistics()
+    for call in calls:
+        sums.add(call, FAR, FREQUENCY)
+    return sums
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_planted_biases_are_found(interleaved: bool) -> None:
+    """Pair 3 turns 27 times in these tokens, pair 12 twice. Their means are exact to the noise of the other rows."""
+    bias = planted(3, 12, interleaved=interleaved)
+    found = turning_mean(statistics(*(attention(bias, interleaved, seed) for seed in (0, 1))), TOKENS)
+    assert found is not None
+    assert torch.equal(found.frequency, FREQUENCY[[3, 12]])
+    turned = found.vectors[:, :, 0].sum(1)  # at position 0 it is the bias
+    assert (turned - bias).abs().max() < 1.0
+
+
+def test_without_a_bias_no_mean_turns() -> None:
+    assert turning_mean(statistics(attention(planted())), 131_072) is None
+
+
+def test_a_slow_bias_turns_only_in_long_contexts() -> None:
+    """Pair 28 turns by 0.12 radians in 384 tokens: a constant is enough. In 131,072 it turns six times."""
+    sums = statistics(attention(planted(28)))
+    assert turning_mean(sums, TOKENS) is None
+    found = turning_mean(sums, 131_072)
+    assert found is not None
+    assert torch.equal(found.frequency, FREQUENCY[[28]])
+
+
+def test_moments_are_those_of_rows_without_what_turns() -> None:
+    call = attention(planted(3))
+    sums = statistics(call)
+    generator = torch.Generator().manual_seed(5)
+    turning = Turning(FREQUENCY[[3, 7]], torch.randn(HEADS, 2, 2, SIZE, generator=generator, dtype=torch.float64))
+    mean, covariance = sums.mean_and_covariance("key", turning)
+
+    angle = torch.arange(TOKENS)[:, None] * FREQUENCY[[3, 7]].double()
+    moving = torch.einsum("tpc,hpcd->htd", torch.stack([angle.cos(), angle.sin()], -1), turning.vectors)
+    weight = key_weights(call)  # those of the whole rows
+    rows = call.key - moving
+    expected = (rows * weight[..., None]).sum(1) / weight.sum(1)[:, None]
+    centred = rows - expected[:, None]
+    torch.testing.assert_close(mean, expected)
+    torch.testing.assert_close(covariance, (centred * weight[..., None]).mT @ centred / weight.sum(1)[:, None, None])
+
+
+def key_weights(call: Attention) -> torch.Tensor:
+    """What each key counts, (heads, T), seen through `_add_moments`."""
+    seen = []
+
+    class Looking(LayerStatistics):
+        def _add_moments(self, name: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
+            if name == "key":
+                seen.append(weight)
+
+    Looking().add(call, FAR)
+    return seen[0]
+
+
+def test_int2_does_not_see_what_turns() -> None:
+    """The keys' error with the turning mean is that of unbiased keys; with a constant one many times it."""
+
+    def error(bias: torch.Tensor, context: int) -> float:
+        call = attention(bias)
+        layer, _ = solve(statistics(call), Recipe.of("aware", per="head", group_size=SIZE, context=context))
+        codec = RowCodec.of(layer.key, SIZE, torch.bfloat16, FP16_MAX, None)
+        position = torch.arange(TOKENS)
+        rows = call.key.transpose(0, 1).float()
+        encoded = codec.encode(codec.transform.forward(rows, position).bfloat16())
+        stored = decode(encoded.codes, encoded.scale, encoded.offset)
+        return float((codec.transform.backward(stored, position) - rows)[FAR.sink :].square().mean())
+
+    plain, turning, constant = error(planted(), TOKENS), error(planted(3, 12), TOKENS), error(planted(3, 12), 0)
+    assert turning < 2 * plain
+    assert constant > 10 * plain
+
+
+def test_frequencies_are_those_of_the_layers_own_rope() -> None:
+    """Gemma-3 has two; the tables that a layer gets say which is its own. Scaled ones are as the model uses them."""
+    config = transformers.AutoConfig.for_model(
+        "gemma3_text", vocab_size=30, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=64, sliding_window=20,
+        layer_types=["sliding_attention", "full_attention"], bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    decoder = transformers.AutoModelForCausalLM.from_config(config).eval().get_decoder()
+    model = Model(decoder, torch.device("cpu"))
+    with torch.inference_mode():
+        calls, _ = _record(model, torch.arange(24)[None])
+    sliding, full = (rope_frequencies(decoder, call.options) for call in calls)
+    assert sliding is not None and full is not None
+    torch.testing.assert_close(sliding, FREQUENCY)
+    torch.testing.assert_close(full, 1e6 ** (-torch.arange(PAIRS, dtype=torch.float32) / PAIRS))
+    assert rope_frequencies(decoder, {}) is None
