@@ -33,8 +33,9 @@ lint: $(ENV)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
+# in two processes: most tests start an engine, which is mostly one thread
 test: lint
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
 
 # the sources of every supported vLLM, from wheels that pip fetches one after the other: about a minute, 1.2 GB
 seams: $(ENV)

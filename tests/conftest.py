@@ -9,12 +9,17 @@ import os
 # Kernels run in Triton's interpreter, which has to be chosen before anything imports triton. vLLM's CPU build does not
 # use triton.
 os.environ["TRITON_INTERPRET"] = "1"
+# Workers of `pytest -n` share the machine: a thread each, on any core. vLLM would bind every engine to the same ones.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / ".model" / "SmolLM2-135M-Instruct"
@@ -24,6 +29,12 @@ SEQUENCES = 12  # of 2,048 tokens
 def run(*command: object) -> None:
     """Run a command of this environment in the repository's root; its output is pytest's to show."""
     subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, check=True)
+
+
+def one_worker() -> FileLock:
+    """Held while files are made that all workers use."""
+    MODEL.parent.mkdir(exist_ok=True)
+    return FileLock(MODEL.parent / "lock")
 
 
 def calibration_digest() -> str:
@@ -40,7 +51,8 @@ def model_path() -> Path:
     """Folder of SmolLM2-135M-Instruct in bfloat16: 30 layers, 9 query and 3 KV heads of size 64."""
     if given := os.environ.get("OSCAR_TEST_MODEL"):
         return Path(given)
-    run("examples/convert_smollm2.py", MODEL)
+    with one_worker():
+        run("examples/convert_smollm2.py", MODEL)
     return MODEL
 
 
@@ -50,6 +62,7 @@ def sidecar_path(model_path: Path) -> Path:
     if given := os.environ.get("OSCAR_TEST_SIDECAR"):
         return Path(given)
     sidecar = model_path.with_name(f"{model_path.name}.{SEQUENCES}-sequences.{calibration_digest()}.safetensors")
-    if not sidecar.exists():
-        run("-m", "vllm_oscar.calibrate", model_path, "--sequences", SEQUENCES, "--out", sidecar)
+    with one_worker():
+        if not sidecar.exists():
+            run("-m", "vllm_oscar.calibrate", model_path, "--sequences", SEQUENCES, "--out", sidecar)
     return sidecar
