@@ -388,7 +388,7 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     parallel = vllm_config.parallel_config
     speculative = getattr(vllm_config, "speculative_config", None)
     method = getattr(speculative, "method", None)
-    drafts_apart = method == "draft_model" and speculative.kv_cache_dtype not in (None, DTYPE)
+    drafts_apart = method == "draft_model" and getattr(speculative, "kv_cache_dtype", None) not in (None, DTYPE)
     refuse(
         method is not None and not method.startswith(("ngram", "suffix")) and not drafts_apart,
         f"drafts by a model (speculative method {method!r}) in the cache: no sidecar describes their layers",
