@@ -4,18 +4,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.synthetic import Cache, fill, reference
+from benchmarks.synthetic import Cache, fill, reference, turning_mean
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.segments import Segments, build_segments
 from vllm_oscar.page_layout import PageLayout
 
+TURNING = 50.0
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the output, by norm, a query head
 
 
 @dataclass(frozen=True)
 class Case:
-    """One decode batch."""
+    """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average."""
 
     head_size: int = 128
     group_size: int = 0
@@ -30,6 +31,7 @@ class Case:
     sliding_window: int | None = None
     dtype: torch.dtype = torch.bfloat16
     order: str = "packed"
+    turning: int = 0
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -42,6 +44,8 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache
     contract = HotContract(case.sink, case.window, case.block_size)
     cache = fill(layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
+    mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING / 2, generator)
+    cache = replace(cache, key=replace(cache.key, turning=mean))
     shape = (len(case.lengths) * case.q_len, case.kv_heads * case.ratio, case.head_size)
     return cache, (2 * torch.randn(shape, generator=generator, device=device)).to(case.dtype)
 
@@ -54,7 +58,7 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> torch.Tensor:
     segments = Segments.allocate(seqs + 3, programs, device).for_batch(seqs, programs)
     build_segments(cache.seq_lens, case.q_len, cache.table.limits, case.head_size, case.sliding_window, segments)
     workspace = DecodeWorkspace.allocate(
-        cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device, cache.table.contract
+        cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device, cache.table.contract, case.turning > 0
     )
     for tensor in (workspace.folded, workspace.sums, workspace.partial, workspace.lse):
         tensor.fill_(float("nan"))
@@ -117,5 +121,12 @@ def gpu_cases() -> list[Case]:
         Case(lengths=(40000, 200, 900, 4000), kv_heads=8, block_size=64),
         Case(lengths=tuple(range(1, 1400, 7)), kv_heads=8),
         Case(lengths=(150,), block_size=64, order="huge", kv_heads=2),
+        Case(lengths=mixed, kv_heads=2, turning=8, block_size=64, ratio=7),
+        Case(head_size=64, lengths=mixed, kv_heads=2, turning=8, ratio=7),
+        Case(lengths=(40000, 200, 900, 4000), kv_heads=4, block_size=64, turning=3, sliding_window=1500),
+        Case(head_size=64, lengths=(40000, 70, 9), kv_heads=2, q_len=5, ratio=16, turning=8),
+        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, soft_cap=20.0, turning=8, dtype=torch.float16),
+        Case(head_size=80, lengths=long, kv_heads=2, turning=2),
+        Case(head_size=256, lengths=long, kv_heads=2, turning=8, ratio=16),
     ]
     return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]

@@ -1,22 +1,24 @@
 """Prefill attention over stored history against the reference: the cases, and how to run one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.synthetic import fill
+from benchmarks.synthetic import fill, turning_mean
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.history import RestoreTables, plan
 from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
 from vllm_oscar.page_layout import PageLayout
 
+TURNING = 4.0  # size of a turning mean in units of the rows; larger keys lose what the run dtype rounds off
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a request's output, by norm
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked."""
+    """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
+    of the keys' turning mean."""
 
     head_size: int = 128
     group_size: int = 0
@@ -32,6 +34,7 @@ class Case:
     sliding_window: int | None = None
     dtype: torch.dtype = torch.float16
     order: str = "padded"
+    turning: int = 0
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -49,6 +52,8 @@ def check(case: Case, device: torch.device) -> str:
         starts.append(starts[-1] + query)
     total, heads, size = starts[-1], case.kv_heads * case.ratio, case.head_size
     generator = torch.Generator(device=device).manual_seed(1)
+    mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING, generator)
+    cache = replace(cache, key=replace(cache.key, turning=mean))
     fused = torch.randn(total, heads + 2 * case.kv_heads, size, generator=generator, device=device).to(case.dtype)
     query, key, value = fused.split([heads, case.kv_heads, case.kv_heads], 1)  # views, as vLLM has them
 
@@ -106,5 +111,9 @@ def gpu_cases() -> list[Case]:
         Case(requests=((5000, 700), (10, 20)), capacity=4096, soft_cap=20.0, sliding_window=700),
         Case(64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, sink=64, window=256),
         Case(requests=((40, 20),), order="huge"),
+        Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, turning=8),
+        Case(64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, turning=3),
+        Case(80, requests=((5000, 700), (10, 20)), capacity=4096, turning=1),
+        Case(256, requests=((2600, 129),), capacity=4096, ratio=8, turning=8),
     ]
     return cases

@@ -80,7 +80,7 @@ def check(case: Case, device: torch.device) -> str:
     pool = HotPool.allocate(layout, case.num_slots, 3, torch.bfloat16, device)
     pages = torch.zeros((num_blocks, 4, layout.head_bytes + 128), dtype=torch.uint8, device=device)[:, :3]
     meta = layout.views(pages).meta
-    for _ in range(case.steps):
+    for step in range(case.steps):
         block_table, seq_lens, starts, slot_mapping = schedule.step()
         proven = pool.proven_slots(page_words(meta), wanted)
         wanted.allocate(block_table, seq_lens, starts, threshold, proven)
@@ -101,9 +101,14 @@ def check(case: Case, device: torch.device) -> str:
         position = before + torch.arange(tokens, dtype=torch.int32, device=device) - each(starts[:-1])
         expected = wanted.hot_slot_mapping(slot_mapping, position, before, after, each(query <= threshold))
         out = torch.full((tokens + 3,), 7, dtype=torch.int64, device=device)
-        slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, out)
+        positions = out.int() if step % 2 else None  # written only where a layer's mean turns
+        slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, out, positions)
         assert torch.equal(out[:tokens], expected)
         assert (out[tokens:] == 7).all()
+        if positions is not None:
+            real = tokens - padding
+            assert torch.equal(positions[:real], position[:real])
+            assert (positions[tokens:] == 7).all()
 
         # write what was mapped, so that some slots prove themselves and some no longer do
         for place, hot in zip(slot_mapping.tolist(), expected.tolist(), strict=True):

@@ -12,6 +12,7 @@ from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout, pack
 from vllm_oscar.quantizer import MAX_VALUE_SCALE, encode_ls
 from vllm_oscar.rotation import Transform
+from vllm_oscar.turning import TurningMean
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,16 @@ def transform(heads: int, head_size: int, dtype: torch.dtype, generator: torch.G
     matrix = torch.linalg.qr(matrix).Q * torch.linspace(0.5, 2.0, head_size, device=device, dtype=torch.float64)
     mean = torch.randn(heads, head_size, generator=generator, device=device)
     return Transform.rounded(mean, matrix.float(), dtype)
+
+
+def turning_mean(heads: int, head_size: int, pairs: int, size: float, generator: torch.Generator) -> TurningMean | None:
+    """A random one of `pairs` pairs, from fast to hardly turning; rows of it have elements of about `size`."""
+    if not pairs:
+        return None
+    device = generator.device
+    frequency = torch.logspace(0, -4, pairs, device=device)
+    vectors = torch.randn(heads, pairs, 2, head_size, generator=generator, device=device)
+    return TurningMean.of(frequency, size / pairs**0.5 * vectors)
 
 
 def strided_pages(layout: PageLayout, blocks: int, heads: int, order: str, device: torch.device) -> torch.Tensor:

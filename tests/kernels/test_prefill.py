@@ -20,6 +20,9 @@ pytestmark = pytest.mark.kernels
         Case(96, ratio=1, order="head-major"),
         Case(192, requests=((17, 3),)),
         Case(256, requests=((15, 3),), block_size=32),
+        Case(kv_heads=2, requests=((130, 17), (5, 3)), turning=8),
+        Case(64, requests=((100, 40),), capacity=50, sliding_window=60, soft_cap=5.0, turning=3),
+        Case(80, requests=((31, 9),), turning=1),
     ],
     ids=str,
 )

@@ -24,6 +24,9 @@ pytestmark = pytest.mark.kernels
         Case(64, 32, tokens=15, encoder="metric", dtype=torch.bfloat16),
         Case(80, tokens=1, encoder="metric"),
         Case(64, tokens=17, encoder="metric", reencoded=True),
+        Case(tokens=17, heads=3, turning=8),
+        Case(64, tokens=17, encoder="metric", turning=1),
+        Case(80, tokens=15, turning=3),
     ],
     ids=str,
 )

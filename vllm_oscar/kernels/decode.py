@@ -27,6 +27,7 @@ from vllm_oscar.kernels import prepare as preparing
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, programs_per_wave, tile_tokens
+from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
 from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.rotation import Transform
@@ -89,13 +90,14 @@ def _capped(x, cap):
 
 @triton.jit
 def _plain_step(
-    pages16, pages32, key, value, meta, q, factor, sums, constant, cap, position, last, m, total, offsets, o,
+    pages16, pages32, key, value, meta, q, factor, sums, turning, constant, cap, position, last, m, total, offsets, o,
     N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One tile of INT2 tokens.
 
-    key, value: element offsets [R, UP], [UP, R]; meta: of the first word, one [R] a parity; position: likewise.
+    key, value: element offsets [R, UP], [UP, R]; meta: of the first word, one [R] a parity; position: likewise;
+    turning: see `_turning`.
     """
     R: tl.constexpr = key.shape[0]
     C: tl.constexpr = PARITIES * N
@@ -120,6 +122,8 @@ def _plain_step(
             offset = offset + (offset_of(word),)
         term = s * _spread(scale, N, PARITIES) + _spread(offset, N, PARITIES) * sums[g][None, :]
         x = term if g == 0 else x + term  # type: ignore[has-type]  # noqa: F821
+    if DEPTH:
+        x = add_waves(x, turning[0], turning[1])
     unit = factor
     if CAPPED:
         x = _capped(x * factor + constant[None, :], cap)
@@ -150,9 +154,9 @@ def _plain_step(
 
 @triton.jit
 def _copies_step(
-    rows, key, value, hot, q, factor, constant, cap, position, last, m, total, offsets, o,
+    rows, key, value, hot, q, factor, turning, constant, cap, position, last, m, total, offsets, o,
     N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr,
+    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One granule of BF16 copies.
 
@@ -174,6 +178,8 @@ def _copies_step(
             k = tl.load(rows + key + (i + 5) * U, mask=keep, other=0.0).to(tl.float16)
             s = tl.dot(k, q[i + 5], s)
     x = s * 5.9604644775390625e-08  # 2^-24, which the codes have and the copies have not
+    if DEPTH:
+        x = add_waves(x, turning[0], turning[1])
     unit = factor
     if CAPPED:
         x = _capped(x * factor + constant[None, :], cap)
@@ -189,6 +195,20 @@ def _copies_step(
         v = tl.load(rows + value + j * U, mask=keep_t, other=0.0).to(tl.float16)
         new_o = new_o + (o[j] * decay[None, :] + tl.dot(v, ph) * (4 ** (j % 5) / 16777216),)  # 4^i 2^-24
     return m, total, new_offsets, new_o
+
+
+@triton.jit
+def _turning(wave, coefficients, steps, t0, DEPTH: tl.constexpr):
+    """What the turning mean adds to the scores of a tile from token t0 on, as two factors (see `add_waves`).
+
+    wave: `waves` of the tile's tokens, counted from its first; coefficients: own and partner's, [DEPTH, C], see
+    `_decode`; steps: [DEPTH, 1].
+    """
+    factors = ()
+    if DEPTH:
+        cos, sin = cos_sin(steps, t0)
+        factors = (wave, halves(coefficients[0] * cos + coefficients[1] * sin))
+    return factors
 
 
 @triton.jit
@@ -236,13 +256,14 @@ def _slot(copies, token, origin, end, SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode(
-    folded, sums_ptr, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial, lse, cap,
+    folded, sums_ptr, step, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial, lse, cap,
     page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
     N: tl.constexpr, TILES: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr,
     D: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr,
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
     T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
@@ -269,7 +290,7 @@ def _decode(
         at = folded + index.to(tl.int64) * (D * N) + (j * U + u % U)[:, None] * N + (c % N)[None, :]
         kept = (u // U)[:, None] == (c // N)[None, :]
         q = q + (tl.load(at, mask=kept, other=0.0),)
-    own = sums_ptr + index * (1 + N * (GROUPS + 1))
+    own = sums_ptr + index * (1 + N * (GROUPS + 1 + DEPTH))
     factor = tl.load(own)
     sums = ()
     for g in tl.static_range(GROUPS):
@@ -277,6 +298,19 @@ def _decode(
     constant = tl.zeros([C], tl.float32)
     if CAPPED:
         constant = tl.load(own + 1 + GROUPS * N + c % N)
+    # coefficients of `waves`, and those of each column's partner: cos(a + b) = cos a cos b - sin a sin b, so tokens
+    # counted from a tile's first are multiplied with own cos + partner sin of that token's angles
+    turning = ()
+    steps = 0
+    if DEPTH:
+        k = tl.arange(0, DEPTH)[:, None]
+        steps = tl.load(step + k)
+        at = own + 1 + N * (GROUPS + 1) + (c % N)[None, :]
+        a = tl.load(at + k * N)
+        b = tl.load(at + (k ^ (DEPTH // 2)) * N)
+        b = tl.where(k < DEPTH // 2, b, -b)
+        cos, sin = cos_sin(steps, (c // N)[None, :])  # the second parity is one token ahead
+        turning = (a * cos + b * sin, b * cos - a * sin)
     # the last token that a column's query sees
     last = length - Q_LEN + ((place % TILES) * N + c % N) // RATIO
 
@@ -292,13 +326,16 @@ def _decode(
     # whole tiles of plain INT2, no mask
     inside = head * page_head_stride
     r = tl.arange(0, T // PARITIES) * PARITIES
+    wave = ()
+    if DEPTH:
+        wave = waves(step, r, DEPTH)
     for t0 in tl.range(fast_lo, fast_hi, T, num_stages=STAGES):
         key, value, meta = _tile(
             table, t0, r, length, page_block_stride, inside, P, T, U, UP, PARITIES, W, VALUE, META, False
         )
         m, total, offsets, o = _plain_step(
-            pages16, pages32, key, value, meta, q, factor, sums, constant, cap, meta, last, m, total, offsets, o,
-            N, PARITIES, GROUPS, CAPPED, False, SLIDING_WINDOW, U, UP,
+            pages16, pages32, key, value, meta, q, factor, sums, _turning(wave, turning, steps, t0, DEPTH), constant,
+            cap, meta, last, m, total, offsets, o, N, PARITIES, GROUPS, CAPPED, False, SLIDING_WINDOW, U, UP, DEPTH,
         )  # fmt: skip
 
     # the rest: first what has no copy, which is little or nothing
@@ -320,12 +357,16 @@ def _decode(
                 table, t0, r, length, page_block_stride, inside, P, T, U, UP, PARITIES, W, VALUE, META, True
             )
             m, total, offsets, o = _plain_step(
-                pages16, pages32, key, value, meta, q, factor, sums, constant, cap, position, last,
-                m, total, offsets, o, N, PARITIES, GROUPS, CAPPED, True, SLIDING_WINDOW, U, UP,
+                pages16, pages32, key, value, meta, q, factor, sums, _turning(wave, turning, steps, t0, DEPTH),
+                constant, cap, position, last, m, total, offsets, o,
+                N, PARITIES, GROUPS, CAPPED, True, SLIDING_WINDOW, U, UP, DEPTH,
             )  # fmt: skip
 
     # then the copies
     r = tl.arange(0, G // PARITIES) * PARITIES
+    wave = ()
+    if DEPTH:
+        wave = waves(step, r, DEPTH)
     inner = u // U % PARITIES * D + u % U
     before = tl.cdiv(fast_lo - lo, G)
     for i in tl.range(0, before + tl.cdiv(hi - fast_hi, G), num_stages=COPY_STAGES):
@@ -343,8 +384,8 @@ def _decode(
         copy = slot.to(tl.int64) * rows_slot_stride + head * rows_head_stride + (t0 + r) % P * D
         m, total, offsets, o = _copies_step(
             rows, copy[:, None] + inner[None, :], (copy + P * D)[None, :] + inner[:, None], hot,
-            q, factor, constant, cap, position, last, m, total, offsets, o,
-            N, PARITIES, GROUPS, CAPPED, SLIDING_WINDOW, U, UP,
+            q, factor, _turning(wave, turning, steps, t0, DEPTH), constant, cap, position, last, m, total, offsets, o,
+            N, PARITIES, GROUPS, CAPPED, SLIDING_WINDOW, U, UP, DEPTH,
         )  # fmt: skip
 
     # normalise, undo the weights; at D = 64 join the two parities
@@ -389,12 +430,15 @@ class DecodeTables:
         key_mean: m_K, float32 (KV heads, D)
         value_inverse_t: B_V transposed, float16 (KV heads, D, D)
         value_mean: m_V, float32 (KV heads, D)
+        step, vectors: of the keys' turning mean (see `turning`), if there is one
     """
 
     key_inverse: torch.Tensor
     key_mean: torch.Tensor
     value_inverse_t: torch.Tensor
     value_mean: torch.Tensor
+    step: torch.Tensor | None = None
+    vectors: torch.Tensor | None = None
 
     @classmethod
     def of(cls, key: Transform, value: Transform) -> "DecodeTables":
@@ -405,7 +449,7 @@ class DecodeTables:
         """
         tables = cls(
             key.inverse.half().contiguous(), key.mean.contiguous(), value.inverse.mT.half().contiguous(),
-            value.mean.contiguous(),
+            value.mean.contiguous(), *wave_tables(key.turning),
         )  # fmt: skip
         if not (tables.key_inverse.isfinite().all() and tables.value_inverse_t.isfinite().all()):
             raise ConfigError("a transform's inverse is too large for fp16; calibrate again")
@@ -460,12 +504,14 @@ class DecodeWorkspace:
         max_q_len: int,
         device: torch.device,
         contract: HotContract | None = None,
+        turning: bool = False,
     ) -> "DecodeWorkspace":
         """Room for decode batches of up to max_seqs sequences of up to max_q_len queries each.
 
         Args:
             ratio: query heads of a KV head
             contract: which tokens may have copies; by default up to 64 sinks and a window of 256
+            turning: whether any layer's keys have a turning mean
         """
         contract = contract or HotContract(64, 256, layout.block_size)
         shapes = [column_tiles(q_len, ratio) for q_len in range(1, max_q_len + 1)]
@@ -479,7 +525,7 @@ class DecodeWorkspace:
 
         return cls(
             folded=torch.empty(max_seqs * columns * layout.head_size, dtype=torch.float16, device=device),
-            sums=floats(max_seqs * columns * (layout.groups + 2)),
+            sums=floats(max_seqs * columns * (layout.groups + 2 + depth(turning))),
             copies=torch.empty(
                 max_seqs * kv_heads * copies_capacity(contract, layout, max_q_len), dtype=torch.int32, device=device
             ),
@@ -527,12 +573,12 @@ def decode_attention(
         raise ConfigError(f"the decode workspace was allocated for a smaller contract than {table.contract}")
     words = pages[..., : layout.head_bytes].view(torch.int32)
     prepare(
-        query, tables.key_inverse, tables.key_mean, scale, q_len, (n, tiles), soft_cap > 0, words, layout, pool,
-        table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
+        query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles), soft_cap > 0, words,
+        layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
     _decode[(heads * tiles, segments.table.shape[0])](
-        workspace.folded, workspace.sums, workspace.copies, words.view(torch.int16), words, pool.rows,
+        workspace.folded, workspace.sums, tables.step, workspace.copies, words.view(torch.int16), words, pool.rows,
         block_table, seq_lens, segments.table, workspace.partial, workspace.lse, soft_cap * 1.4426950408889634,
         words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1), block_table.stride(0),
         N=n, TILES=tiles, RATIO=ratio, Q_LEN=q_len,
@@ -541,7 +587,7 @@ def decode_attention(
         SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
-        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, num_warps=1,
+        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None), num_warps=1,
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out

@@ -18,6 +18,7 @@ import triton.language as tl
 from vllm_oscar.hot_pool import HotPool, SlotTable
 from vllm_oscar.kernels.encode import sanitised
 from vllm_oscar.kernels.product import product
+from vllm_oscar.kernels.turning import add_waves, depth, load_vectors, wave_tables, waves
 from vllm_oscar.kernels.write import dot_depth
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.rotation import Transform
@@ -148,23 +149,27 @@ class RestoreTables:
     Attributes:
         mean: float32 (2, heads, D), keys and values
         inverse: B in the run dtype, (2, heads, D, D)
+        step, vectors: of the keys' turning mean (see `turning`), if there is one
     """
 
     mean: torch.Tensor
     inverse: torch.Tensor
+    step: torch.Tensor | None = None
+    vectors: torch.Tensor | None = None
 
     @classmethod
     def of(cls, key: Transform, value: Transform, dtype: torch.dtype) -> "RestoreTables":
-        return cls(torch.stack([key.mean, value.mean]).float(), torch.stack([key.inverse, value.inverse]).to(dtype))
+        mean, inverse = torch.stack([key.mean, value.mean]), torch.stack([key.inverse, value.inverse])
+        return cls(mean.float(), inverse.to(dtype), *wave_tables(key.turning))
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _restore(
-    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, inverse, out,
+    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, step, vectors, inverse, out,
     key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot, word_head,
     table_stride, out_which, out_token, out_head,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
-    META: tl.constexpr, META_BYTES: tl.constexpr, N: tl.constexpr,
+    META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """grid (tiles, heads, 2): keys or values of up to _TILE tokens of one head."""
     h = tl.program_id(1)
@@ -220,10 +225,14 @@ def _restore(
     raw += (query_start + at - before).to(tl.int64)[:, None] * raw_token
     head = which * heads + h
     to = out + which * out_which + (row + i).to(tl.int64)[:, None] * out_token + h * out_head
+    if DEPTH:
+        wave = waves(step, at, DEPTH)
     for start in tl.static_range(0, D, N):
         column = start + tl.arange(0, N)
         b = tl.load(inverse + head * (D * D) + d[:, None] * D + column[None, :], mask=real[:, None], other=0.0)
         x = product(y, b, tl.zeros([_TILE, N], tl.float32)) + tl.load(mean + head * D + column)[None, :]
+        if DEPTH and which == 0:
+            x = add_waves(x, wave, load_vectors(vectors, h, column, heads, D, DEPTH))
         own = tl.load(raw + column[None, :], mask=fresh[:, None], other=0.0)
         x = tl.where(fresh[:, None], own, sanitised(x).to(out.dtype.element_ty))
         tl.store(to + column[None, :], x, mask=(i < count)[:, None])
@@ -253,11 +262,11 @@ def restore(
     rows, words = pool.rows, pool.words
     _restore[(call.tiles.shape[0], heads, 2)](
         call.tiles, key, value, pages, rows, words, table.slot_of_block, table.limits, block_table,
-        tables.mean, tables.inverse, out,
+        tables.mean, tables.step, tables.vectors, tables.inverse, out,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         rows.stride(0), rows.stride(1), words.stride(0), words.stride(1), block_table.stride(0),
         out.stride(0), out.stride(1), out.stride(2),
         D=size, D_PAD=triton.next_power_of_2(size), P=layout.block_size, GROUPS=layout.groups,
         VALUE_CODES=layout.value_codes_offset, META=layout.meta_offset, META_BYTES=layout.meta_bytes,
-        N=dot_depth(size), num_warps=4 if size <= 128 else 8,
+        DEPTH=depth(tables.step is not None), N=dot_depth(size), num_warps=4 if size <= 128 else 8,
     )  # fmt: skip

@@ -6,7 +6,8 @@ Columns of a KV head are its (query, head) pairs, query-major, in tiles of N. Fo
     folded  fp16 (D, N)             q B_K' * 2^k / 4^(j mod 5), channel d = u + (D/8) j; 2^k brings the largest
                                     magnitude of the tile to [2^13, 2^14)
     sums    fp32 (1 + N (groups+1)) the factor that turns scores of codes into logits in units of log 2; then per
-                                    group the sum of q B_K' over that factor; then a q . m_K (soft cap only)
+                                    group the sum of q B_K' over that factor; then a q . m_K (soft cap only); then,
+                                    where m_K turns, (16, N) more: a q . vectors over that factor (see turning)
 
 and for each sequence and KV head
 
@@ -20,6 +21,7 @@ import triton.language as tl
 
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels.segments import tile_tokens
+from vllm_oscar.kernels.turning import depth, load_vectors
 from vllm_oscar.kernels.unpack import POSITIONS, weight_exponent
 from vllm_oscar.page_layout import PageLayout
 
@@ -45,10 +47,10 @@ def window_origin(length, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, T: tl.const
 
 @triton.jit
 def _fold(
-    query, inverse, mean, folded, sums, first, head, tile, seqs, scale, stride_token, stride_head,
+    query, inverse, mean, vectors, folded, sums, first, head, tile, seqs, scale, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Queries of SEQS sequences from `first` on."""
     column = tl.arange(0, SEQS * N)
@@ -60,6 +62,7 @@ def _fold(
     e = tl.arange(0, DP)
     acc = tl.zeros([DP, SEQS * N], tl.float32)
     constant = tl.zeros([SEQS * N], tl.float32)
+    turning = tl.zeros([DEPTH if DEPTH else 1, SEQS * N], tl.float32)
     for start in range(0, D, CHUNK):
         d = start + tl.arange(0, CHUNK)
         q = tl.load(row[None, :] + d[:, None], mask=used[None, :] & (d < D)[:, None], other=0.0).to(tl.float16)
@@ -69,6 +72,9 @@ def _fold(
         if CONSTANT:
             m = tl.load(mean + head * D + d, mask=d < D, other=0.0)
             constant += tl.sum(q.to(tl.float32) * m[:, None], 0)
+        if DEPTH:
+            high, low = load_vectors(vectors, head, d, HEADS, D, DEPTH)
+            turning = tl.dot(high, q, tl.dot(low, q, turning))
 
     largest = tl.max(tl.max(tl.reshape(tl.abs(acc), (DP, SEQS, N)), 2), 0)
     largest = tl.maximum(largest, 1e-20)
@@ -80,7 +86,7 @@ def _fold(
     stored = (acc * per_column[None, :] * weight[:, None]).to(tl.float16)
     tl.store(out, stored, mask=(e < D)[:, None] & (seq < seqs)[None, :])
 
-    size: tl.constexpr = 1 + N * (GROUPS + 1)
+    size: tl.constexpr = 1 + N * (GROUPS + 1 + DEPTH)
     each = first + tl.arange(0, SEQS)
     # codes come as code * 4^i * 2^-24, queries as q * 8192/power / 4^i
     log_scale = scale * 1.4426950408889634
@@ -92,6 +98,9 @@ def _fold(
         tl.store(sums + g * N, total * per_column * 5.9604644775390625e-08, mask=seq < seqs)  # log_scale / factor
     if CONSTANT:
         tl.store(sums + GROUPS * N, constant * log_scale, mask=seq < seqs)
+    if DEPTH:
+        at = sums[None, :] + (GROUPS + 1 + tl.arange(0, DEPTH))[:, None] * N
+        tl.store(at, turning * (per_column * 5.9604644775390625e-08)[None, :], mask=(seq < seqs)[None, :])
 
 
 @triton.jit
@@ -121,21 +130,21 @@ def _find_copies(
 
 @triton.jit(do_not_specialize=["seqs", "table_stride"])
 def _prepare(
-    query, inverse, mean, folded, sums, seqs, scale, stride_token, stride_head,
+    query, inverse, mean, vectors, folded, sums, seqs, scale, stride_token, stride_head,
     pages32, words, slot_of_block, limits, block_table, seq_lens, copies,
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride, table_stride,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
     CHUNK: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
-    CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr,
+    CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """The first programs fold, the others look for copies."""
     program, head = tl.program_id(0), tl.program_id(1)
     folding = tl.cdiv(seqs, SEQS) * TILES
     if program < folding:
         _fold(
-            query, inverse, mean, folded, sums, program // TILES * SEQS, head, program % TILES, seqs, scale,
-            stride_token, stride_head, HEADS, RATIO, Q_LEN, TILES, N, D, DP, GROUPS, SEQS, CONSTANT, CHUNK,
+            query, inverse, mean, vectors, folded, sums, program // TILES * SEQS, head, program % TILES, seqs, scale,
+            stride_token, stride_head, HEADS, RATIO, Q_LEN, TILES, N, D, DP, GROUPS, SEQS, CONSTANT, CHUNK, DEPTH,
         )  # fmt: skip
     else:
         chunks: tl.constexpr = (CAPACITY + TOKENS - 1) // TOKENS
@@ -163,6 +172,7 @@ def prepare(
     query: torch.Tensor,
     inverse: torch.Tensor,
     mean: torch.Tensor,
+    vectors: torch.Tensor | None,
     scale: float,
     q_len: int,
     tile: tuple[int, int],
@@ -183,6 +193,7 @@ def prepare(
         query: BF16 or FP16 (sequences * q_len, query heads, D), after RoPE
         inverse: B_K, float16 (KV heads, D, D), contiguous
         mean: m_K, float32 (KV heads, D)
+        vectors: float16 (2, KV heads, 16, D) where a part of m_K turns, see `turning`
         tile: (N, tiles), see `column_tiles`
         constant: whether a q . m_K is needed
         pages: int32 (blocks, KV heads, words)
@@ -193,12 +204,12 @@ def prepare(
     capacity = copies_capacity(table.contract, layout, q_len)
     programs = triton.cdiv(seqs, share) * tiles + seqs * triton.cdiv(capacity, tokens)
     _prepare[(programs, heads)](
-        query, inverse, mean, folded, sums, seqs, scale, query.stride(0), query.stride(1),
+        query, inverse, mean, vectors, folded, sums, seqs, scale, query.stride(0), query.stride(1),
         pages, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, copies,
         pages.stride(0), pages.stride(1), pool.words.stride(0), pool.words.stride(1), block_table.stride(0),
         HEADS=heads, RATIO=query.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n,
         D=layout.head_size, DP=triton.next_power_of_2(layout.head_size), GROUPS=layout.groups, SEQS=share,
         CONSTANT=constant, CHUNK=_CHUNK, P=layout.block_size, META=layout.meta_offset,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
-        T=tile_tokens(layout.head_size), TOKENS=tokens, num_warps=4,
+        T=tile_tokens(layout.head_size), TOKENS=tokens, DEPTH=depth(vectors is not None), num_warps=4,
     )  # fmt: skip

@@ -275,8 +275,8 @@ def allocate(
 
 @triton.jit(do_not_specialize=["tokens", "requests", "halvings"])
 def _hot_slot_mapping(
-    slot_mapping, query_start_loc, seq_lens, slot_of_block, limits, out, tokens, requests, halvings, threshold,
-    P: tl.constexpr,
+    slot_mapping, query_start_loc, seq_lens, slot_of_block, limits, out, positions, tokens, requests, halvings,
+    threshold, P: tl.constexpr,
 ):  # fmt: skip
     """grid (token tiles)."""
     t = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
@@ -294,6 +294,8 @@ def _hot_slot_mapping(
     after = tl.load(seq_lens + low)
     before = after - query
     position = before + t - start
+    if positions is not None:
+        tl.store(positions + t, position, mask=t < tokens)
     hot = (position < tl.load(limits)) | (position >= after + 1 - tl.load(limits + 1))
     hot = hot | (query <= threshold)
     place = tl.load(slot_mapping + t, mask=there, other=-1)
@@ -309,6 +311,7 @@ def hot_slot_mapping(
     seq_lens: torch.Tensor,
     decode_threshold: int,
     out: torch.Tensor,
+    positions: torch.Tensor | None = None,
 ) -> None:
     """SlotTable.hot_slot_mapping; positions follow from where each request's queries end.
 
@@ -317,9 +320,10 @@ def hot_slot_mapping(
         query_start_loc: int32 (requests + 1,); seq_lens: int32 (requests,), tokens after the step
         decode_threshold: longest query that reads its own tokens from the pool
         out: int64 (>= tokens,); the first `tokens` are written
+        positions: int32 (>= tokens,), likewise, with each token's position in its request; padding gets any
     """
     tokens, requests = slot_mapping.shape[0], seq_lens.shape[0]
     _hot_slot_mapping[(triton.cdiv(tokens, _TOKENS.value),)](
-        slot_mapping, query_start_loc, seq_lens, table.slot_of_block, table.limits, out, tokens, requests,
-        requests.bit_length(), decode_threshold, P=table.contract.block_size, num_warps=4,
+        slot_mapping, query_start_loc, seq_lens, table.slot_of_block, table.limits, out, positions, tokens,
+        requests, requests.bit_length(), decode_threshold, P=table.contract.block_size, num_warps=4,
     )  # fmt: skip

@@ -24,6 +24,7 @@ from vllm_oscar.kernels.encode import (
     store_rows,
 )
 from vllm_oscar.kernels.product import product
+from vllm_oscar.kernels.turning import add_waves, depth, load_vectors, wave_tables, waves
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE
 from vllm_oscar.rotation import Transform
@@ -42,12 +43,15 @@ class WriteTables:
         matrix: T in the run dtype, (2, heads, D, D)
         gains: decode-side stretch of keys and values
         kept: for keys and values, the rank of the magnitude that min-max clips to, or None for least squares
+        step, vectors: of the keys' turning mean (see `turning`), if there is one
     """
 
     mean: torch.Tensor
     matrix: torch.Tensor
     gains: tuple[float, float] = (1.0, 1.0)
     kept: tuple[int | None, int | None] = (None, None)
+    step: torch.Tensor | None = None
+    vectors: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -69,6 +73,7 @@ class WriteTables:
             torch.stack([key.matrix, value.matrix]).to(dtype),
             gains,
             (rank(clips[0]), rank(clips[1])),
+            *wave_tables(key.turning),
         )
 
 
@@ -80,10 +85,13 @@ def _write(
     rows,
     words,
     transformed,
+    position,
     slot_mapping,
     hot_slot_mapping,
     saturated,
     mean,
+    step,
+    vectors,
     matrix,
     tokens,
     key_gain,
@@ -108,6 +116,7 @@ def _write(
     KEY_KEPT: tl.constexpr,
     VALUE_KEPT: tl.constexpr,
     KEYS_LATER: tl.constexpr,
+    DEPTH: tl.constexpr,
     TOKENS: tl.constexpr,
     K: tl.constexpr,
 ):
@@ -131,12 +140,17 @@ def _write(
         gain = value_gain
         max_scale = _MAX_VALUE_SCALE + 0.0
 
+    if DEPTH:
+        wave = waves(step, tl.load(position + t, mask=here, other=0).to(tl.int32), DEPTH)
     weights = matrix + (which * heads + h) * (D * D)
     y = tl.zeros([TOKENS, WIDTH], tl.float32)
     for start in tl.static_range(0, D, K):
         k = start + tl.arange(0, K)
         raw = tl.load(x + t[:, None] * token_stride + k[None, :], mask=here[:, None], other=0.0)
         centred = raw.to(tl.float32) - tl.load(mean + (which * heads + h) * D + k)[None, :]
+        if DEPTH and which == 0:
+            nothing = tl.zeros([TOKENS, K], tl.float32)
+            centred -= add_waves(nothing, wave, load_vectors(vectors, h, k, heads, D, DEPTH))
         high = centred.to(key.dtype.element_ty)
         rest = centred - high.to(tl.float32)
         rest = tl.where(tl.abs(rest) < float("inf"), rest, 0.0)  # high is inf or NaN, which says it all
@@ -208,6 +222,7 @@ def write(
     tables: WriteTables,
     saturated: torch.Tensor,
     transformed: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
 ) -> None:
     """Store the new tokens of a step.
 
@@ -220,6 +235,7 @@ def write(
         saturated: int64 (1,), increased by the rows in which something was not representable
         transformed: pool dtype (>= tokens, heads, D); if given, keys are only transformed, into this tensor and
             the pool, and encode_metric.encode_written has to follow
+        position: int (tokens,), of each token in its request, at least where a key's mean turns with it
     """
     tokens, heads, head_size = key.shape
     rows, words = pool.rows, pool.words
@@ -231,10 +247,13 @@ def write(
         rows,
         words,
         transformed,
+        position if tables.step is not None else None,
         slot_mapping,
         hot_slot_mapping,
         saturated,
         tables.mean,
+        tables.step,
+        tables.vectors,
         tables.matrix,
         tokens,
         tables.gains[0],
@@ -259,6 +278,7 @@ def write(
         KEY_KEPT=tables.kept[0],
         VALUE_KEPT=tables.kept[1],
         KEYS_LATER=transformed is not None,
+        DEPTH=depth(tables.step is not None),
         TOKENS=tile,
         K=dot_depth(head_size),
         num_warps=4 if head_size <= 128 else 8,
