@@ -1,6 +1,7 @@
 """Models for speed measurements: published shapes, dummy weights, and a sidecar of the right shape."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -67,8 +68,12 @@ def liven(model: torch.nn.Module) -> None:
             parameter.data.fill_(1.0)
 
 
-def random_sidecar(folder: Path) -> Path:
-    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one."""
+def random_sidecar(folder: Path, turning: int = 0) -> Path:
+    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one.
+
+    Args:
+        turning: pairs of channels in which the keys' mean turns with the position, in every other layer
+    """
     from transformers import AutoConfig
 
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(folder))
@@ -92,7 +97,11 @@ def random_sidecar(folder: Path) -> Path:
 
     # as large as keys (behind a norm) and values are in a model with dummy weights and `liven`
     key, value = tensor("metric", 1.05, 1.0), tensor("ls", 1.1, 0.02)
-    layers = {i: LayerCalibration(key, value) for i in range(fingerprint.num_layers)}
+    moving = key
+    if turning:
+        vectors = 3 * random(heads, turning, 2, size) / turning**0.5
+        moving = replace(key, frequency=torch.logspace(0, -3, turning), turning=vectors.float())
+    layers = {i: LayerCalibration((key, moving)[i % 2], value) for i in range(fingerprint.num_layers)}
     path = folder / "oscar" / "random.safetensors"
     Sidecar(layers, fingerprint, "aware", size, 64, 256).save(path)
     return path

@@ -1,7 +1,8 @@
 """Run by test_kernels_in_engine.py in a process of its own: the GPU's layer and builder in Triton's interpreter.
 
-The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them. Prints,
-for each batch, the number of layer outputs and the largest error in units of what is tolerated.
+The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, and the
+mean of its second layer's keys turns with the position. Prints, for each batch, the number of layer outputs and the
+largest error in units of what is tolerated.
 """
 
 import os
@@ -33,11 +34,26 @@ def rehearse(vllm_config: Any) -> None:
     print("left behind", pages, *(int((table.block_of_slot >= 0).sum()) for table in tables), flush=True)
 
 
+def check_positions() -> None:
+    """Wrap `build`. Keys written for a wrong position would be read back as those keys, by the reference as well."""
+    original = CudaMetadataBuilder.build
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = original(self, *args, **kwargs)
+        queries = step.query_start_loc.diff().tolist()
+        wanted = [j for after, n in zip(step.seq_lens.tolist(), queries, strict=True) for j in range(after - n, after)]
+        assert step.position is not None and step.position[: len(wanted)].tolist() == wanted
+        return step
+
+    CudaMetadataBuilder.build = build  # type: ignore[method-assign]
+
+
 def main(root: Path) -> None:
     OscarBackend.get_impl_cls = staticmethod(lambda: CudaImpl)  # type: ignore[method-assign]
     OscarBackend.get_builder_cls = staticmethod(lambda: CudaMetadataBuilder)  # type: ignore[method-assign]
     folder = model_folder("tiny", root, head_dim=64)
-    sidecar = random_sidecar(folder)
+    sidecar = random_sidecar(folder, turning=3)
+    check_positions()
     errors: list[float] = []
     check_layers(CudaImpl, errors)
     llm = LLM(

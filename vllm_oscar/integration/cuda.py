@@ -1,7 +1,8 @@
 """NVIDIA GPUs: the Triton kernels, with CUDA graphs for decode batches.
 
 Everything that a graph reads lives in device tensors that keep their place: vLLM's own, the slot table, the segment
-table and the mapping of new tokens to copies. The builder refreshes the last three each step, outside the graph.
+table, the mapping of new tokens to copies and their positions. The builder refreshes the last four each step, outside
+the graph.
 """
 
 import dataclasses
@@ -43,6 +44,7 @@ class CudaMetadata(AttentionMetadata):
         query_start_loc: int32 (requests + 1,)
         block_table: int32 (requests, blocks)
         slot_mapping, hot_slot_mapping: int64 (tokens,)
+        position: int32 (tokens,), of each new token in its request, where a layer's mean turns with it
         table: which block has which slot
         segments: of the decode kernel, by sliding window
         calls: of the prefills, by sliding window
@@ -57,6 +59,7 @@ class CudaMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     hot_slot_mapping: torch.Tensor
+    position: torch.Tensor | None
     table: SlotTable
     segments: dict[int | None, Segments]
     calls: dict[int | None, Sequence[Call]]
@@ -77,6 +80,9 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         self.impl: CudaImpl = self.layers[0].impl
         scheduler = vllm_config.scheduler_config
         self.hot_slot_mapping = torch.full((scheduler.max_num_batched_tokens,), -1, dtype=torch.int64, device=device)
+        self.position: torch.Tensor | None = None
+        if any(layer.impl.turns for layer in self.layers):
+            self.position = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int32, device=device)
         windows = {layer.impl.sliding_window for layer in self.layers}
         self.segments = {
             window: Segments.allocate(scheduler.max_num_seqs, self.impl.num_kv_heads, device) for window in windows
@@ -114,7 +120,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         self._steps += 1
         num_tokens = common.num_actual_tokens
         slot_mapping = common.slot_mapping[:num_tokens]
-        slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping)
+        slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping, self.position)
         self.runtime.audit(self.layer_names, table, slot_mapping, self.hot_slot_mapping[:num_tokens])
 
         starts_cpu = common.query_start_loc_cpu
@@ -143,6 +149,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             block_table=common.block_table_tensor,
             slot_mapping=slot_mapping,
             hot_slot_mapping=self.hot_slot_mapping[:num_tokens],
+            position=None if self.position is None else self.position[:num_tokens],
             table=table,
             segments=segments,
             calls=calls,
@@ -201,6 +208,11 @@ class CudaImpl(OscarImpl):
         """Query heads of a KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def turns(self) -> bool:
+        """Whether the keys' mean turns with the position."""
+        return self.cache_layer.key.transform.turning is not None
+
     def _load(self, name: str, module: torch.nn.Module) -> None:
         super()._load(name, module)
         seams.warm_up_with(warm_up.warm_up)
@@ -234,6 +246,7 @@ class CudaImpl(OscarImpl):
                 self.runtime.decode_threshold,
                 device,
                 self.runtime.contract(),
+                any(layer.key.turning is not None for layer in self.runtime.sidecar.layers.values()),
             ),
             PrefillWorkspace.allocate(
                 max(tokens, history), tokens, self.num_heads, self.num_kv_heads, self.head_size, dtype, device
@@ -310,6 +323,7 @@ class CudaImpl(OscarImpl):
             self.write_tables,
             saturated,
             None if metric is None else self.workspaces.transformed,
+            step.position,
         )
         if metric is not None:
             encode_metric.encode_written(
