@@ -18,7 +18,14 @@ from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.calibrate.streaming import Model, State, collect
 from vllm_oscar.errors import ConfigError, OscarError
 from vllm_oscar.page_layout import PageLayout
-from vllm_oscar.sidecar import ENCODERS, LayerCalibration, ModelFingerprint, Sidecar, cached_path
+from vllm_oscar.sidecar import (
+    ENCODERS,
+    MAX_TURNING_PAIRS,
+    LayerCalibration,
+    ModelFingerprint,
+    Sidecar,
+    cached_path,
+)
 
 logger = logging.getLogger("vllm_oscar.calibrate")
 
@@ -51,8 +58,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--value-clip", type=float, default=VALUE_CLIP, help="of minmax")
     p.add_argument("--search", action="store_true", help="instead of these gains and clips: for each layer those that "
                    "leave its attention output least wrong")  # fmt: skip
-    p.add_argument("--no-turning", action="store_true",
-                   help="aware: means of keys are constant also where RoPE turns a large bias")  # fmt: skip
+    p.add_argument("--context", type=int, help="aware: tokens of the longest context to serve; the model's")
+    p.add_argument("--turning-pairs", type=int, default=MAX_TURNING_PAIRS, metavar="N",
+                   help="aware: RoPE pairs of a layer whose mean may turn with the position, at most")  # fmt: skip
     p.add_argument("--value-target", choices=tuple(VALUE_TARGETS), default="weighted",
                    help="reference: what values are rotated by")  # fmt: skip
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -96,7 +104,8 @@ def run(options: argparse.Namespace) -> Sidecar:
         key_clip=options.key_clip,
         value_clip=options.value_clip,
         search=options.search,
-        context=0 if options.no_turning else getattr(config.get_text_config(), "max_position_embeddings", 0),
+        context=options.context or getattr(config.get_text_config(), "max_position_embeddings", 0),
+        turning_pairs=options.turning_pairs,
     )
     if options.sequences < 1 or options.length < 2 or options.stride < 1:
         raise ConfigError("--sequences, --length and --stride must be positive")
@@ -180,6 +189,7 @@ def calibrate(
         "length": length,
         "tokens": data.ids.numel(),
         "stride": stride,
+        "context": recipe.context if recipe.aware else None,
         "search": recipe.search,
         "value_target": recipe.value_target if recipe.method == "reference" else None,
         "vllm_oscar": __version__,

@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
+from vllm_oscar.calibrate.rope import Moments, key_moments
 from vllm_oscar.calibrate.statistics import LayerStatistics
-from vllm_oscar.calibrate.turning import turning_mean
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.rotation import aware_transform, grouped_hadamard, reference_rotation, regularised
-from vllm_oscar.sidecar import LayerCalibration, TensorCalibration, single_threaded
+from vllm_oscar.sidecar import MAX_TURNING_PAIRS, LayerCalibration, TensorCalibration, single_threaded
 
 VALUE_TARGETS = {"weighted": "value_weighted", "output": "value_output", "plain": "value_plain"}
 KEY_CLIP, VALUE_CLIP = 0.96, 0.92  # of the paper
@@ -31,7 +31,8 @@ class Recipe:
         key_gain, value_gain: None: the method's own
         key_clip, value_clip: of `minmax`
         search: gains and clips are those that `calibrate.search` finds for each layer, where it finds any
-        context: tokens of the model's longest context, over which a mean of keys may turn; 0: no mean does
+        context: tokens of the longest context, whose statistics keys get (`rope`); 0: those of the sequences
+        turning_pairs: RoPE pairs whose mean may turn with the position, at most
     """
 
     method: str
@@ -46,6 +47,7 @@ class Recipe:
     value_clip: float = VALUE_CLIP
     search: bool = False
     context: int = 0
+    turning_pairs: int = MAX_TURNING_PAIRS
 
     @classmethod
     def of(cls, method: str, key_encoder: str | None = None, value_encoder: str | None = None, **more: Any) -> "Recipe":
@@ -54,6 +56,8 @@ class Recipe:
         return cls(method, key_encoder=key_encoder or default[0], value_encoder=value_encoder or default[1], **more)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.turning_pairs <= MAX_TURNING_PAIRS:
+            raise ConfigError(f"--turning-pairs must be 0 to {MAX_TURNING_PAIRS}")
         if self.value_encoder == "metric":
             raise ConfigError("values have no metric encoder; use --value-encoder ls")
 
@@ -83,8 +87,10 @@ def solve(statistics: LayerStatistics, recipe: Recipe) -> tuple[LayerCalibration
     sums = LayerStatistics({name: tensor.cpu() for name, tensor in statistics.tensors.items()})
     idle: dict[str, list[int]] = {}
     if recipe.aware:
-        key, idle["k"] = _aware(sums, "key", recipe, "k")
-        value, idle["v"] = _aware(sums, "value", recipe, "v")
+        mean, covariance = sums.mean_and_covariance("value")
+        values = Moments(mean, covariance, sums.tensors["value_error"], None)
+        key, idle["k"] = _aware(key_moments(sums, recipe.context, recipe.turning_pairs), recipe, "k")
+        value, idle["v"] = _aware(values, recipe, "v")
     else:
         key = _reference(sums.average("query_covariance"), recipe, "k")
         value = _reference(sums.average(VALUE_TARGETS[recipe.value_target]), recipe, "v")
@@ -101,10 +107,8 @@ def _searched(calibration: TensorCalibration, statistics: LayerStatistics, name:
     return replace(calibration, gain=found.get("gain", calibration.gain), clip=found.get("clip", calibration.clip))
 
 
-def _aware(statistics: LayerStatistics, name: str, recipe: Recipe, letter: str) -> tuple[TensorCalibration, list[int]]:
-    turning = turning_mean(statistics, recipe.context) if letter == "k" and recipe.context else None
-    mean, data = statistics.mean_and_covariance(name, turning)
-    error = statistics.tensors[f"{name}_error"]
+def _aware(moments: Moments, recipe: Recipe, letter: str) -> tuple[TensorCalibration, list[int]]:
+    mean, data, error, turning = moments.mean, moments.covariance, moments.error, moments.turning
     heads, head_size = mean.shape
     known = torch.isfinite(data).all(-1).all(-1) & (_trace(data) > 0) & (_trace(error) > 0)
     settings = recipe.settings(letter)

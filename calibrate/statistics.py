@@ -8,7 +8,7 @@ import torch
 from vllm_oscar.calibrate.capture import Attention, exact
 
 if TYPE_CHECKING:
-    from vllm_oscar.calibrate.turning import Turning
+    from vllm_oscar.calibrate.rope import Turning
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class LayerStatistics:
         tensors: float64, by name. `reference`: query_covariance, value_plain, value_weighted, value_output
             (heads, D, D), sequences (). `aware`: key_error, key_second, value_error, value_second (heads, D, D),
             key_first, value_first (heads, D), key_weight, value_weight (heads,), and where RoPE is known its frequency
-            (pairs,) and, over cosines and sines of its angles, wave_first (heads, 2 pairs), wave_second
-            (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D). Beside them what `search` found:
-            key_gain, value_gain, key_clip, value_clip ().
+            (pairs,), the sequences' length (), and, over cosines and sines of RoPE's angles, wave_first
+            (heads, 2 pairs), wave_second (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D). Beside them what
+            `search` found: key_gain, value_gain, key_clip, value_clip ().
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -130,6 +130,7 @@ class LayerStatistics:
         waves = torch.cat([angle.cos(), angle.sin()], 1)
         weighted = waves * weight[..., None]
         self.tensors["frequency"] = frequency
+        self.tensors["length"] = torch.tensor(rows.shape[1])
         self._add("wave_first", weighted.sum(1))
         self._add("wave_second", weighted.mT @ waves)
         self._add("wave_key", weighted.mT @ rows)

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vllm_oscar.calibrate.capture import Attention, capturing
+from vllm_oscar.calibrate.rope import rope_frequencies
 from vllm_oscar.calibrate.search import SAMPLES
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
-from vllm_oscar.calibrate.turning import rope_frequencies
 from vllm_oscar.errors import UnsupportedError
 
 

@@ -410,11 +410,8 @@ class _Description:
         }
         for name, tensor in tensors.items():
             layer, _, kind = name.rpartition(".")
-            if kind in ("frequency", "turning"):
-                pairs = min(tensors[f"{layer}.frequency"].numel(), MAX_TURNING_PAIRS)
-                shape = (pairs,) if kind == "frequency" else (heads, pairs, 2, head_size)
-            else:
-                shape = shapes[kind]
+            pairs = min(tensors[f"{layer}.frequency"].numel(), MAX_TURNING_PAIRS) if kind not in shapes else 0
+            shape = (shapes | {"frequency": (pairs,), "turning": (heads, pairs, 2, head_size)})[kind]
             if tensor.dtype != torch.float32:
                 raise SidecarCorruptError(f"{name} is {tensor.dtype}, not float32; calibrate again")
             if tensor.shape != shape:

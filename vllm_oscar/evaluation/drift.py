@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
+from vllm_oscar.calibrate.rope import Turning, key_mean
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.calibrate.streaming import Model, State, collect
-from vllm_oscar.calibrate.turning import Turning
 from vllm_oscar.sidecar import Sidecar, TensorCalibration
 
 WINDOWS = 2  # of a text that are looked at
@@ -78,8 +78,14 @@ def drifts(model: str, sidecar: Sidecar, texts: Mapping[str, torch.Tensor]) -> l
             state = State(Path(folder) / "state", {})
             collect(opened, windows[:WINDOWS], far, state, lambda count: None)
             layers = {index: state.statistics(index) for index in sidecar.layers}
-        keys = torch.cat([_moved(layers[index], "key", own.key) for index, own in sidecar.layers.items()])
-        values = torch.cat([_moved(layers[index], "value", own.value) for index, own in sidecar.layers.items()])
+        context = sidecar.metadata.get("context") or 0
+        keys, values = (
+            torch.cat(moved)
+            for moved in (
+                [_moved(_key_mean(layers[i], own.key, context), own.key) for i, own in sidecar.layers.items()],
+                [_moved(layers[i].mean_and_covariance("value")[0], own.value) for i, own in sidecar.layers.items()],
+            )
+        )
         if not keys.isnan().all():  # as where sliding windows are narrower than sink + window
             found.append(Drift(name, float(keys.nanmean()), float(values.nanmean())))
     if device.type == "cuda":
@@ -87,11 +93,15 @@ def drifts(model: str, sidecar: Sidecar, texts: Mapping[str, torch.Tensor]) -> l
     return found
 
 
-def _moved(statistics: LayerStatistics, name: str, calibration: TensorCalibration) -> torch.Tensor:
+def _moved(mean: torch.Tensor, calibration: TensorCalibration) -> torch.Tensor:
     """Of each head, float64 (heads,); NaN for heads that read no INT2."""
-    turning = None
-    if calibration.frequency is not None and calibration.turning is not None:
-        turning = Turning(calibration.frequency, calibration.turning)
-    mean, _ = statistics.mean_and_covariance(name, turning)
     way = torch.einsum("hd,hde->he", mean.cpu() - calibration.mean.double(), calibration.transform.double())
     return way.square().mean(-1)
+
+
+def _key_mean(statistics: LayerStatistics, own: TensorCalibration, context: int) -> torch.Tensor:
+    """The text's mean with what turns in the sidecar's taken off, over the contexts that it was made for."""
+    turning = None
+    if own.frequency is not None and own.turning is not None:
+        turning = Turning(own.frequency, own.turning)
+    return key_mean(statistics, context, turning)

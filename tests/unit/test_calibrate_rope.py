@@ -1,4 +1,4 @@
-"""Calibration of the mean that turns: found where a bias is planted, in both layouts of RoPE's pairs, not elsewhere."""
+"""Keys over long contexts: means that turn are found where a bias is planted; moments are those at every position."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ transformers = pytest.importorskip("transformers")
 
 from vllm_oscar.cache_layer import RowCodec  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output  # noqa: E402
+from vllm_oscar.calibrate.rope import Turning, key_mean, key_moments, rope_frequencies  # noqa: E402
 from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
 from vllm_oscar.calibrate.streaming import Model, _record  # noqa: E402
-from vllm_oscar.calibrate.turning import Turning, rope_frequencies, turning_mean  # noqa: E402
 from vllm_oscar.quantizer import FP16_MAX, decode  # noqa: E402
 
 HEADS, SIZE, TOKENS, PAIRS = 2, 64, 384, 32
@@ -65,7 +65,7 @@ def statistics(*calls: Attention) -> LayerStatistics:
 def test_planted_biases_are_found(interleaved: bool) -> None:
     """Pair 3 turns 27 times in these tokens, pair 12 twice. Their means are exact to the noise of the other rows."""
     bias = planted(3, 12, interleaved=interleaved)
-    found = turning_mean(statistics(*(attention(bias, interleaved, seed) for seed in (0, 1))), TOKENS)
+    found = key_moments(statistics(*(attention(bias, interleaved, seed) for seed in (0, 1))), TOKENS).turning
     assert found is not None
     assert torch.equal(found.frequency, FREQUENCY[[3, 12]])
     turned = found.vectors[:, :, 0].sum(1)  # at position 0 it is the bias
@@ -73,14 +73,16 @@ def test_planted_biases_are_found(interleaved: bool) -> None:
 
 
 def test_without_a_bias_no_mean_turns() -> None:
-    assert turning_mean(statistics(attention(planted())), 131_072) is None
+    sums = statistics(*(attention(planted(), seed=seed) for seed in range(4)))
+    assert key_moments(sums, 131_072).turning is None
 
 
 def test_a_slow_bias_turns_only_in_long_contexts() -> None:
     """Pair 28 turns by 0.12 radians in 384 tokens: a constant is enough. In 131,072 it turns six times."""
     sums = statistics(attention(planted(28)))
-    assert turning_mean(sums, TOKENS) is None
-    found = turning_mean(sums, 131_072)
+    assert key_moments(sums, TOKENS).turning is None
+    assert key_moments(sums, 131_072, pairs=0).turning is None
+    found = key_moments(sums, 131_072).turning
     assert found is not None
     assert torch.equal(found.frequency, FREQUENCY[[28]])
 
@@ -115,12 +117,49 @@ def key_weights(call: Attention) -> torch.Tensor:
     return seen[0]
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+@pytest.mark.parametrize("pairs", [0, 8])
+def test_moments_hold_at_every_position(interleaved: bool, pairs: int) -> None:
+    """Against rows and queries that are really turned, by the shifts of contexts of one to eight more tokens."""
+    context = TOKENS + 7
+    call = attention(planted(3, 25, interleaved=interleaved), interleaved)
+    sums = statistics(call)
+    found = key_moments(sums, context, pairs)
+    assert (found.turning is not None) == (pairs > 0)
+    mean, covariance = sums.mean_and_covariance("key", found.turning)
+
+    expected = [torch.zeros_like(part) for part in (mean, covariance, covariance)]
+    unit = rope(torch.eye(SIZE, dtype=torch.float64)[:, None].expand(-1, 8, -1), interleaved)
+    for longest in range(1, 9):
+        for shift in range(longest):
+            turn = unit[:, shift]  # a row x becomes x turn
+            second = turn.T @ (covariance + mean[..., :, None] * mean[..., None, :]) @ turn
+            for total, part in zip(
+                expected, (mean @ turn, second, turn.T @ sums.tensors["key_error"] @ turn), strict=True
+            ):
+                total += part / longest / 8
+    torch.testing.assert_close(found.mean, expected[0])
+    torch.testing.assert_close(found.covariance, expected[1] - found.mean[..., :, None] * found.mean[..., None, :])
+    torch.testing.assert_close(found.error, expected[2])
+    torch.testing.assert_close(key_mean(sums, context, found.turning), found.mean)
+
+
+def test_without_frequencies_moments_are_those_of_the_sequences() -> None:
+    sums = LayerStatistics()
+    sums.add(attention(planted()), FAR)
+    mean, covariance = sums.mean_and_covariance("key")
+    found = key_moments(sums, 131_072)
+    assert torch.equal(found.mean, mean)
+    assert torch.equal(found.covariance, covariance)
+
+
 def test_int2_does_not_see_what_turns() -> None:
     """The keys' error with the turning mean is that of unbiased keys; with a constant one many times it."""
 
-    def error(bias: torch.Tensor, context: int) -> float:
+    def error(bias: torch.Tensor, pairs: int) -> float:
         call = attention(bias)
-        layer, _ = solve(statistics(call), Recipe.of("aware", per="head", group_size=SIZE, context=context))
+        recipe = Recipe.of("aware", per="head", group_size=SIZE, turning_pairs=pairs)
+        layer, _ = solve(statistics(call), recipe)
         codec = RowCodec.of(layer.key, SIZE, torch.bfloat16, FP16_MAX, None)
         position = torch.arange(TOKENS)
         rows = call.key.transpose(0, 1).float()
@@ -128,7 +167,7 @@ def test_int2_does_not_see_what_turns() -> None:
         stored = decode(encoded.codes, encoded.scale, encoded.offset)
         return float((codec.transform.backward(stored, position) - rows)[FAR.sink :].square().mean())
 
-    plain, turning, constant = error(planted(), TOKENS), error(planted(3, 12), TOKENS), error(planted(3, 12), 0)
+    plain, turning, constant = error(planted(), 8), error(planted(3, 12), 8), error(planted(3, 12), 0)
     assert turning < 2 * plain
     assert constant > 10 * plain
 

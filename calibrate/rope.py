@@ -1,0 +1,182 @@
+"""What RoPE does to the keys over a long context, from statistics of short sequences.
+
+RoPE turns a pair of channels by w radians a token. Attention sees differences of positions only, so text at positions
+s, s + 1, ... has the keys and queries of the same text at 0, 1, ..., all turned by w s. Their statistics over a whole
+context are therefore those of the calibration's sequences, averaged over shifts s: pairs as complex numbers,
+
+    E[k_p] g(w_p)      E[k_p conj(k_q)] g(w_p - w_q)      E[k_p k_q] g(w_p + w_q)      g(w) = mean of exp(i w s)
+
+Contexts of all lengths up to the model's longest count alike in that mean, so that short ones lose little.
+
+A mean c of a pair before RoPE does not survive that where the pair turns: |c|^2 (1 - |g(w)|^2) of it is left in every
+row. Where that is large (Qwen2's biases; slow pairs in long contexts) the mean itself turns with the position and is
+taken off as it turns: vllm_oscar.turning.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vllm_oscar.calibrate.statistics import LayerStatistics
+from vllm_oscar.sidecar import MAX_TURNING_PAIRS
+
+_LENGTHS = 32  # of contexts, that stand for all
+PAYS = 0.3  # what is left of a pair, in units of the variance of all else in the row; measured, docs/quality.md
+
+
+@dataclass(frozen=True)
+class Turning:
+    """A mean that turns, as a sidecar holds it.
+
+    Attributes:
+        frequency: float32 (pairs,), radians a token
+        vectors: float64 (heads, pairs, 2, D), of cosine and sine
+    """
+
+    frequency: torch.Tensor
+    vectors: torch.Tensor
+
+
+def rope_frequencies(decoder: nn.Module, options: Mapping[str, Any]) -> torch.Tensor | None:
+    """float32 (pairs,), radians a token, of a layer that the decoder calls with `options`; None: no fixed ones found.
+
+    The numbers are those of the rotary embedding whose angles the layer is given. Scaled ones (Llama 3, YaRN) are fixed
+    as well; where they depend on the sequence's length, or a layer has no RoPE, there is nothing to find.
+    """
+    given = options.get("position_embeddings")
+    if not (isinstance(given, tuple) and len(given) == 2):
+        return None
+    cos, sin = (part[0].double().cpu() for part in given)  # (T, pairs), mostly twice side by side
+    near = slice(1, 33)
+    for name, buffer in decoder.named_buffers():
+        if not name.endswith("inv_freq") or "original" in name or buffer.is_meta:
+            continue
+        frequency = buffer.detach().float().cpu()
+        pairs = len(frequency)
+        if cos.shape[1] not in (pairs, 2 * pairs):
+            continue
+        angle = torch.arange(len(cos), dtype=torch.float64)[near, None] * frequency.double()
+        size = torch.hypot(cos, sin)[near, :pairs]  # YaRN scales both; BF16 has them to 2^-9
+        if ((angle.cos() * size - cos[near, :pairs]).abs() < 0.02).all():
+            return frequency
+    return None
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Of a layer's rows (keys: over a whole context), float64.
+
+    Attributes:
+        mean: (heads, D), what does not turn of it
+        covariance, error: (heads, D, D), of the rows without their mean, and what an error in them costs
+        turning: the part of the keys' mean that turns; None: nothing does
+    """
+
+    mean: torch.Tensor
+    covariance: torch.Tensor
+    error: torch.Tensor
+    turning: Turning | None
+
+
+def key_moments(statistics: LayerStatistics, context: int, pairs: int = MAX_TURNING_PAIRS) -> Moments:
+    """The keys' moments in contexts of so many tokens.
+
+    Args:
+        statistics: of `aware`; without RoPE's frequencies, its moments are returned as they are
+        context: tokens; not longer than the sequences: the moments are those of the sequences
+        pairs: at most so many turn
+    """
+    error = statistics.tensors["key_error"]
+    if "frequency" not in statistics.tensors:
+        mean, covariance = statistics.mean_and_covariance("key")
+        return Moments(mean, covariance, error, None)
+    rope = _Rope.of(statistics, context)
+    turning = rope.turning(statistics, pairs)
+    mean, covariance = statistics.mean_and_covariance("key", turning)
+    mean, second = rope.averaged(mean, covariance + mean[..., :, None] * mean[..., None, :])
+    return Moments(mean, second - mean[..., :, None] * mean[..., None, :], rope.averaged(mean, error)[1], turning)
+
+
+def key_mean(statistics: LayerStatistics, context: int, turning: Turning | None) -> torch.Tensor:
+    """What `key_moments` has for the mean where that much of it turns, float64 (heads, D)."""
+    mean, covariance = statistics.mean_and_covariance("key", turning)
+    if "frequency" in statistics.tensors:
+        mean, _ = _Rope.of(statistics, context).averaged(mean, covariance)
+    return mean
+
+
+@dataclass(frozen=True)
+class _Rope:
+    """A layer's RoPE.
+
+    Attributes:
+        frequency: float32 (pairs,)
+        first, second: int64 (pairs,), channels of each pair
+        shifts: positions that the start of a sequence may have
+        context: tokens
+    """
+
+    frequency: torch.Tensor
+    first: torch.Tensor
+    second: torch.Tensor
+    shifts: int
+    context: int
+
+    @classmethod
+    def of(cls, statistics: LayerStatistics, context: int) -> "_Rope":
+        """Pairs are halves of the rotated channels (Llama) or neighbours (GLM): the right ones have more in common."""
+        frequency, length = statistics.tensors["frequency"], int(statistics.tensors["length"])
+        index = torch.arange(len(frequency), device=frequency.device)
+        layouts = [(index, index + len(index)), (2 * index, 2 * index + 1)]
+        both = [cls(frequency, *layout, max(1, context - length + 1), max(context, length)) for layout in layouts]
+        return max(both, key=lambda rope: float(rope._before(statistics).square().sum()))
+
+    def _before(self, statistics: LayerStatistics) -> torch.Tensor:
+        """RoPE of each pair's mean before RoPE, by cosine and sine, (heads, pairs, 2, D); zeros without weight."""
+        cos, sin = statistics.tensors["wave_key"].unflatten(1, (2, -1)).unbind(1)  # sums of w cos k, w sin k
+        pair = torch.arange(cos.shape[1], device=cos.device)
+        weight = statistics.tensors["key_weight"][:, None]
+        c1 = ((cos[:, pair, self.first] + sin[:, pair, self.second]) / weight).nan_to_num(0.0)
+        c2 = ((cos[:, pair, self.second] - sin[:, pair, self.first]) / weight).nan_to_num(0.0)
+        vectors = cos.new_zeros(*cos.shape[:2], 2, cos.shape[2])
+        vectors[:, pair, 0, self.first], vectors[:, pair, 0, self.second] = c1, c2
+        vectors[:, pair, 1, self.first], vectors[:, pair, 1, self.second] = -c2, c1
+        return vectors
+
+    def turning(self, statistics: LayerStatistics, pairs: int) -> Turning | None:
+        """The pairs of whose mean most is left, if it pays."""
+        vectors = self._before(statistics)
+        _, covariance = statistics.mean_and_covariance("key", Turning(self.frequency, vectors))
+        rest = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
+        stays = _mean_wave(self.frequency.double(), self.context).abs().square()
+        left = vectors[:, :, 0].square().sum(-1) * (1 - stays)  # |c|^2 is in the cosine's vector alone
+        ratio = (left / rest[:, None]).nan_to_num(0.0).amax(0)
+        best = ratio.topk(min(pairs, len(ratio)))
+        chosen = best.indices[best.values > PAYS].sort().values
+        return Turning(self.frequency[chosen], vectors[:, chosen]) if len(chosen) else None
+
+    def averaged(self, mean: torch.Tensor, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A mean (heads, D) and second moments (heads, D, D) of rows that are turned by every shift."""
+        size = mean.shape[-1]
+        real, imaginary = torch.eye(size, device=mean.device), torch.zeros(size, size, device=mean.device)
+        real[self.second, self.first], real[self.second, self.second] = 1.0, 0.0  # of a pair: k1 + i k2, and k1 - i k2
+        imaginary[self.first, self.second], imaginary[self.second, self.second] = 1.0, -1.0
+        basis = torch.complex(real.double(), imaginary.double())
+        angle = torch.zeros(size, dtype=torch.float64, device=mean.device)
+        angle[self.first], angle[self.second] = self.frequency.double(), -self.frequency.double()
+        inverse = torch.linalg.inv(basis)
+        turned = inverse @ (_mean_wave(angle, self.shifts) * (mean.to(basis.dtype) @ basis.T)).mT
+        waves = _mean_wave(angle[:, None] - angle, self.shifts)
+        second = inverse @ (basis @ moment.to(basis.dtype) @ basis.mH * waves) @ inverse.mH
+        return turned.mT.real, second.real
+
+
+def _mean_wave(frequency: torch.Tensor, shifts: int) -> torch.Tensor:
+    """Mean of exp(i w s), complex, for float64 w, over s < n and over n = 1 ... shifts (_LENGTHS of them)."""
+    lengths = ((torch.arange(_LENGTHS, device=frequency.device) + 0.5) * (shifts / _LENGTHS)).ceil()
+    half = frequency[..., None] / 2
+    size = torch.where(half == 0, 1.0, (lengths * half).sin() / (lengths * half.sin()))
+    return (torch.polar(torch.ones_like(size), (lengths - 1) * half) * size).mean(-1)
