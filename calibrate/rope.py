@@ -6,7 +6,8 @@ context are therefore those of the calibration's sequences, averaged over shifts
 
     E[k_p] g(w_p)      E[k_p conj(k_q)] g(w_p - w_q)      E[k_p k_q] g(w_p + w_q)      g(w) = mean of exp(i w s)
 
-Contexts of all lengths up to the model's longest count alike in that mean, so that short ones lose little.
+Lengths of contexts from the sequences' to the model's longest count by their logarithm: doublings count alike, so that
+short contexts, which most are, lose little.
 
 A mean c of a pair before RoPE does not survive that where the pair turns: |c|^2 (1 - |g(w)|^2) of it is left in every
 row. Where that is large (Qwen2's biases; slow pairs in long contexts) the mean itself turns with the position and is
@@ -24,7 +25,7 @@ from vllm_oscar.calibrate.statistics import LayerStatistics
 from vllm_oscar.sidecar import MAX_TURNING_PAIRS
 
 _LENGTHS = 32  # of contexts, that stand for all
-PAYS = 0.3  # what is left of a pair, in units of the variance of all else in the row; measured, docs/quality.md
+PAYS = 1.0  # what is left of a pair, in units of the variance of all else in the row; measured, docs/quality.md
 
 
 @dataclass(frozen=True)
@@ -115,23 +116,25 @@ class _Rope:
     Attributes:
         frequency: float32 (pairs,)
         first, second: int64 (pairs,), channels of each pair
-        shifts: positions that the start of a sequence may have
-        context: tokens
+        lengths: float64 (_LENGTHS,), of contexts
+        shifts: float64 (_LENGTHS,), so many places a sequence has in each
     """
 
     frequency: torch.Tensor
     first: torch.Tensor
     second: torch.Tensor
-    shifts: int
-    context: int
+    lengths: torch.Tensor
+    shifts: torch.Tensor
 
     @classmethod
     def of(cls, statistics: LayerStatistics, context: int) -> "_Rope":
         """Pairs are halves of the rotated channels (Llama) or neighbours (GLM): the right ones have more in common."""
-        frequency, length = statistics.tensors["frequency"], int(statistics.tensors["length"])
+        frequency, own = statistics.tensors["frequency"], int(statistics.tensors["length"])
         index = torch.arange(len(frequency), device=frequency.device)
         layouts = [(index, index + len(index)), (2 * index, 2 * index + 1)]
-        both = [cls(frequency, *layout, max(1, context - length + 1), max(context, length)) for layout in layouts]
+        step = (torch.arange(_LENGTHS, dtype=torch.float64, device=frequency.device) + 0.5) / _LENGTHS
+        lengths = (own * (max(context, own) / own) ** step).ceil()
+        both = [cls(frequency, *layout, lengths, lengths - own + 1) for layout in layouts]
         return max(both, key=lambda rope: float(rope._before(statistics).square().sum()))
 
     def _before(self, statistics: LayerStatistics) -> torch.Tensor:
@@ -151,7 +154,7 @@ class _Rope:
         vectors = self._before(statistics)
         _, covariance = statistics.mean_and_covariance("key", Turning(self.frequency, vectors))
         rest = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-        stays = _mean_wave(self.frequency.double(), self.context).abs().square()
+        stays = _mean_wave(self.frequency.double(), self.lengths).abs().square()
         left = vectors[:, :, 0].square().sum(-1) * (1 - stays)  # |c|^2 is in the cosine's vector alone
         ratio = (left / rest[:, None]).nan_to_num(0.0).amax(0)
         best = ratio.topk(min(pairs, len(ratio)))
@@ -174,9 +177,8 @@ class _Rope:
         return turned.mT.real, second.real
 
 
-def _mean_wave(frequency: torch.Tensor, shifts: int) -> torch.Tensor:
-    """Mean of exp(i w s), complex, for float64 w, over s < n and over n = 1 ... shifts (_LENGTHS of them)."""
-    lengths = ((torch.arange(_LENGTHS, device=frequency.device) + 0.5) * (shifts / _LENGTHS)).ceil()
+def _mean_wave(frequency: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Mean of exp(i w s) over s = 0 ... n - 1, complex, for float64 w, and of that over the counts n."""
     half = frequency[..., None] / 2
-    size = torch.where(half == 0, 1.0, (lengths * half).sin() / (lengths * half.sin()))
-    return (torch.polar(torch.ones_like(size), (lengths - 1) * half) * size).mean(-1)
+    size = torch.where(half == 0, 1.0, (counts * half).sin() / (counts * half.sin()))
+    return (torch.polar(torch.ones_like(size), (counts - 1) * half) * size).mean(-1)

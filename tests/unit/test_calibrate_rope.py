@@ -1,5 +1,6 @@
 """Keys over long contexts: means that turn are found where a bias is planted; moments are those at every position."""
 
+import math
 from typing import Any
 
 import pytest
@@ -120,7 +121,7 @@ def key_weights(call: Attention) -> torch.Tensor:
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
 @pytest.mark.parametrize("pairs", [0, 8])
 def test_moments_hold_at_every_position(interleaved: bool, pairs: int) -> None:
-    """Against rows and queries that are really turned, by the shifts of contexts of one to eight more tokens."""
+    """Against rows and queries that are really turned, by every shift in contexts of one to eight more tokens."""
     context = TOKENS + 7
     call = attention(planted(3, 25, interleaved=interleaved), interleaved)
     sums = statistics(call)
@@ -130,14 +131,15 @@ def test_moments_hold_at_every_position(interleaved: bool, pairs: int) -> None:
 
     expected = [torch.zeros_like(part) for part in (mean, covariance, covariance)]
     unit = rope(torch.eye(SIZE, dtype=torch.float64)[:, None].expand(-1, 8, -1), interleaved)
-    for longest in range(1, 9):
+    for step in range(32):
+        longest = math.ceil(TOKENS * (context / TOKENS) ** ((step + 0.5) / 32)) - TOKENS + 1
         for shift in range(longest):
             turn = unit[:, shift]  # a row x becomes x turn
             second = turn.T @ (covariance + mean[..., :, None] * mean[..., None, :]) @ turn
             for total, part in zip(
                 expected, (mean @ turn, second, turn.T @ sums.tensors["key_error"] @ turn), strict=True
             ):
-                total += part / longest / 8
+                total += part / longest / 32
     torch.testing.assert_close(found.mean, expected[0])
     torch.testing.assert_close(found.covariance, expected[1] - found.mean[..., :, None] * found.mean[..., None, :])
     torch.testing.assert_close(found.error, expected[2])
