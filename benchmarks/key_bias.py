@@ -6,7 +6,8 @@
 The bias b is MAGNITUDE times the rms of the head's key channels, with random signs, on both channels of the named pairs
 (31 turns slowest, 0 fastest) of every layer and head. Emulated, the cache holds BF16(k + RoPE(b, position)) and what
 q meets has RoPE(b, position) taken off again: the model is SmolLM2 still, and only storing the keys becomes harder.
-`subtracted` stores k itself, as a cache would that holds K - RoPE(b, position) and adds q RoPE(b, position) to logits.
+`constant` has a constant mean, the default takes off what turns (calibrate.rope), and `subtracted` stores k itself, as
+a cache would that knows b and holds K - RoPE(b, position).
 
 A folder cannot take the bias off the logits. Its queries are divided by MAGNITUDE on these pairs instead, so that
 the pair's part of a logit keeps its size; this is another model, with a perplexity of its own.
@@ -14,18 +15,19 @@ the pair's part of a logit keeps its size; this is another model, with a perplex
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.emulation import HEAD, Cache, Stored, line, load, measure
+from benchmarks.emulation import HEAD, Cache, Storage, Stored, line, load, measure
 from vllm_oscar.calibrate.capture import Attention, capturing
 from vllm_oscar.calibrate.data import open_corpus, sequences
 from vllm_oscar.calibrate.solve import Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.evaluation.windows import held_out
-from vllm_oscar.sidecar import ModelFingerprint, Sidecar
+from vllm_oscar.sidecar import MAX_TURNING_PAIRS, ModelFingerprint, Sidecar
 
 MAGNITUDE = 50.0
 SINK, WINDOW, CONTEXT = 64, 256, 2048
@@ -50,6 +52,11 @@ class BiasedStatistics(LayerStatistics):
         if name == "key":
             for bias, rotated in self._rotated.items():
                 self.biased[bias]._add_moments(name, rows + rotated, weight)
+
+    def _add_waves(self, frequency: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+        super()._add_waves(frequency, rows, weight)
+        for bias, rotated in self._rotated.items():
+            self.biased[bias]._add_waves(frequency, rows + rotated, weight)
 
     def with_bias(self, name: str) -> LayerStatistics:
         """All of the layer's sums."""
@@ -96,26 +103,30 @@ def emulate(model: Any, tokenizer: Any, windows: int, count: int) -> None:
     turned = {name: [rotated(model, b) for b in biases(model, ids, pairs)] for name, pairs in PAIRS.items()}
     layers = range(model.config.num_hidden_layers)
     sums = [BiasedStatistics({name: by_layer[layer] for name, by_layer in turned.items()}) for layer in layers]
+    frequency = model.get_decoder().rotary_emb.inv_freq.float()
     for layer, attention in observed(model, ids):
-        sums[layer].add(attention, FarSet(SINK, WINDOW))
+        sums[layer].add(attention, FarSet(SINK, WINDOW), frequency)
     fingerprint = ModelFingerprint.of(model.config)
     recipe = Recipe.of("aware", per="head", group_size=fingerprint.head_size)
 
-    def sidecar(statistics: list[LayerStatistics]) -> Sidecar:
-        solved = {layer: solve(one, recipe)[0] for layer, one in enumerate(statistics)}
+    def sidecar(statistics: list[LayerStatistics], pairs: int = MAX_TURNING_PAIRS) -> Sidecar:
+        own = replace(recipe, turning_pairs=pairs)
+        solved = {layer: solve(one, own)[0] for layer, one in enumerate(statistics)}
         return Sidecar(solved, fingerprint, "aware", fingerprint.head_size, SINK, WINDOW)
 
     plain = sidecar(list(sums))
     text = held_out(tokenizer, "prose", windows, CONTEXT)
     print(f"prose, {windows} windows, bias {MAGNITUDE:g} x rms, calibrated on {len(ids)} sequences\n{HEAD}", flush=True)
     for name, by_layer in turned.items():
-        own = Stored(sidecar([one.with_bias(name) for one in sums]), "k")
+        biased = [one.with_bias(name) for one in sums]
 
-        def stored(layer: int, key: torch.Tensor, own: Stored = own, by_layer: Biases = by_layer) -> torch.Tensor:
-            return own(layer, (key + by_layer[layer]).bfloat16().float()) - by_layer[layer]
+        def biased_keys(pairs: int, biased: list[LayerStatistics] = biased, by_layer: Biases = by_layer) -> Storage:
+            own = Stored(sidecar(biased, pairs), "k")
+            return lambda layer, key: own(layer, (key + by_layer[layer]).bfloat16().float()) - by_layer[layer]
 
         caches = {
-            f"{name}: the default": Cache(stored, Stored(plain, "v"), SINK, WINDOW),
+            f"{name}: constant": Cache(biased_keys(0), Stored(plain, "v"), SINK, WINDOW),
+            f"{name}: the default": Cache(biased_keys(MAX_TURNING_PAIRS), Stored(plain, "v"), SINK, WINDOW),
             f"{name}: subtracted": Cache(Stored(plain, "k"), Stored(plain, "v"), SINK, WINDOW),
         }
         for label, result in measure(model, text, caches):

@@ -15,15 +15,16 @@ from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
 from vllm_oscar.calibrate.streaming import Model, _record  # noqa: E402
 from vllm_oscar.quantizer import FP16_MAX, decode  # noqa: E402
+from vllm_oscar.sidecar import TensorCalibration  # noqa: E402
 
 HEADS, SIZE, TOKENS, PAIRS = 2, 64, 384, 32
 FREQUENCY = 10000.0 ** (-torch.arange(PAIRS, dtype=torch.float32) / PAIRS)
 FAR = FarSet(sink=16, window=64)
 
 
-def rope(rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def rope(rows: torch.Tensor, interleaved: bool, start: int = 0) -> torch.Tensor:
     """Rows (heads, T, D), turned to their positions; pairs are neighbours or one from each half."""
-    angle = torch.arange(rows.shape[1])[:, None] * FREQUENCY.double()
+    angle = (start + torch.arange(rows.shape[1]))[:, None] * FREQUENCY.double()
     cos, sin = angle.cos(), angle.sin()
     if interleaved:
         first, second = rows[..., 0::2], rows[..., 1::2]
@@ -32,14 +33,16 @@ def rope(rows: torch.Tensor, interleaved: bool) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
-def attention(bias: torch.Tensor, interleaved: bool = False, seed: int = 0) -> Attention:
-    """Random rows whose keys have a bias before RoPE, float64 (heads, D)."""
+def attention(
+    bias: torch.Tensor, interleaved: bool = False, seed: int = 0, spread: torch.Tensor | float = 1.0, start: int = 0
+) -> Attention:
+    """Random rows; keys have a bias, float64 (heads, D), and a spread before RoPE, and positions from `start` on."""
     generator = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    key = rope(randn(HEADS, TOKENS, SIZE) + bias[:, None], interleaved)
+    key = rope(randn(HEADS, TOKENS, SIZE) * spread + bias[:, None], interleaved, start)
     query = randn(2 * HEADS, TOKENS, SIZE) * (1 / (1 + bias.abs())).repeat_interleave(2, 0)[:, None]
     value = randn(HEADS, TOKENS, SIZE)
     fields: dict[str, Any] = {"mask": None, "scaling": SIZE**-0.5, "softcap": None, "sinks": None}
@@ -146,6 +149,32 @@ def test_moments_hold_at_every_position(interleaved: bool, pairs: int) -> None:
     torch.testing.assert_close(key_mean(sums, context, found.turning), found.mean)
 
 
+def test_keys_far_behind_the_calibrations_positions_keep_their_quality() -> None:
+    """Slow pairs whose first channel has most of the spread, and means: at 100,000 tokens they point elsewhere."""
+    spread = torch.ones(SIZE, dtype=torch.float64)
+    spread[20:PAIRS], spread[20 + PAIRS :] = 6.0, 0.3
+    bias = torch.where(spread == 6, 5.0, 0.0).double().expand(HEADS, -1)
+    sums = statistics(*(attention(bias, seed=seed, spread=spread) for seed in range(3)))
+
+    def error(context: int, start: int) -> float:
+        recipe = Recipe.of("aware", per="head", group_size=SIZE, context=context, turning_pairs=0)
+        return stored_error(solve(sums, recipe)[0].key, attention(bias, seed=9, spread=spread, start=start), start)
+
+    assert error(0, 100_000) > 3 * error(0, 0)
+    assert error(131_072, 100_000) < 0.3 * error(0, 100_000)
+    assert error(131_072, 0) < error(0, 0)
+
+
+def stored_error(calibration: TensorCalibration, call: Attention, start: int) -> float:
+    """Mean square of what INT2 does to the keys of a call."""
+    codec = RowCodec.of(calibration, SIZE, torch.bfloat16, FP16_MAX, None)
+    position = start + torch.arange(TOKENS)
+    rows = call.key.transpose(0, 1).float()
+    encoded = codec.encode(codec.transform.forward(rows, position).bfloat16())
+    stored = decode(encoded.codes, encoded.scale, encoded.offset)
+    return float((codec.transform.backward(stored, position) - rows)[FAR.sink :].square().mean())
+
+
 def test_without_frequencies_moments_are_those_of_the_sequences() -> None:
     sums = LayerStatistics()
     sums.add(attention(planted()), FAR)
@@ -161,13 +190,7 @@ def test_int2_does_not_see_what_turns() -> None:
     def error(bias: torch.Tensor, pairs: int) -> float:
         call = attention(bias)
         recipe = Recipe.of("aware", per="head", group_size=SIZE, turning_pairs=pairs)
-        layer, _ = solve(statistics(call), recipe)
-        codec = RowCodec.of(layer.key, SIZE, torch.bfloat16, FP16_MAX, None)
-        position = torch.arange(TOKENS)
-        rows = call.key.transpose(0, 1).float()
-        encoded = codec.encode(codec.transform.forward(rows, position).bfloat16())
-        stored = decode(encoded.codes, encoded.scale, encoded.offset)
-        return float((codec.transform.backward(stored, position) - rows)[FAR.sink :].square().mean())
+        return stored_error(solve(statistics(call), recipe)[0].key, call, 0)
 
     plain, turning, constant = error(planted(), 8), error(planted(3, 12), 8), error(planted(3, 12), 0)
     assert turning < 2 * plain
