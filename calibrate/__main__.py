@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> Sidecar:
         context=options.context or getattr(config.get_text_config(), "max_position_embeddings", 0),
         turning_pairs=options.turning_pairs,
     )
-    if options.sequences < 1 or options.length < 2 or options.stride < 1:
-        raise ConfigError("--sequences, --length and --stride must be positive")
+    if options.sequences < 1 or options.length < 2 or options.stride < 1 or (options.context or 1) < 1:
+        raise ConfigError("--sequences, --length, --stride and --context must be positive")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
     logger.info("%d sequences of %d tokens from %s", *data.ids.shape, data.name)
@@ -171,17 +171,26 @@ def calibrate(
     with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
         collect(model, data.ids, far, state, bar.update, tune if recipe.search else None)
     solved: dict[int, LayerCalibration] = {}
-    absent = []
+    absent, unknown = [], []
     for index in range(layers):
         statistics = state.statistics(index)
         if not statistics.tensors:
             absent.append(index)
             continue
+        if recipe.aware and "frequency" not in statistics.tensors:
+            unknown.append(index)
         solved[index], idle = solve(statistics, recipe)
         for letter, which in idle.items():
             if which:
                 logger.info("layer %d: plain Hadamard for %s of heads %s, as no INT2 token counts there",
                             index, {"k": "keys", "v": "values"}[letter], which)  # fmt: skip
+    if unknown and recipe.context > length:
+        logger.warning(
+            "no fixed RoPE frequencies were found for layers %s: their keys are calibrated for contexts of %d tokens; "
+            "if they have RoPE, take a --length as long as what you serve",
+            unknown,
+            length,
+        )
     metadata = {
         "data": data.name,
         "data_digest": data.digest,

@@ -282,6 +282,20 @@ def test_command_line_says_what_is_wrong(checkpoint: Path, tmp_path: Path, capsy
     assert not (tmp_path / "a").exists()
 
 
+def test_layers_without_known_frequencies_are_named(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their keys hold for the sequences' length only; nothing is said where the whole context is no longer."""
+    monkeypatch.setattr("vllm_oscar.calibrate.streaming.rope_frequencies", lambda decoder, options: None)
+    with caplog.at_level("WARNING"):
+        assert main([*command(checkpoint, tmp_path / "short"), "--context", "10"]) == 0
+        assert not caplog.records
+        assert main([*command(checkpoint, tmp_path / "long"), "--context", "4096"]) == 0
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "no fixed RoPE frequencies were found for layers [0, 1, 2]"
+    ]
+
+
 def test_killed_runs_go_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kill at any (sequence, layer) loses at most that layer, and the result is the same file."""
     assert main(command(checkpoint, tmp_path / "undisturbed")) == 0
