@@ -31,8 +31,9 @@ pytestmark = pytest.mark.engine
 SINK, WINDOW = 16, 32
 OPTIONS = {"sink": SINK, "window": WINDOW, "key_encoder": "ls"}
 # KL in nats. Within sink + window both runs read BF16: what is left is y rounded to bfloat16, and the order of sums
-# (0.002 at single positions). Beyond, both runs have quantization noise; means of 0.001 to 0.022 were measured.
-SAME = 2e-3
+# (means over an answer's 27 positions of 0.0008 to 0.0027, by sidecar and prompt; BF16 itself in other chunks has 0.0014).
+# Beyond, both runs have quantization noise; means of 0.001 to 0.022 were measured.
+SAME = 4e-3
 NOISE = 0.1
 TIE = 0.375  # three steps of a bfloat16 logit; a KL of 0.002 is noise of 0.06 on a logit
 
