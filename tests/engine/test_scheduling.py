@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engine
 SINK, WINDOW = 16, 32
 OPTIONS = {"sink": SINK, "window": WINDOW, "key_encoder": "ls"}
 # KL in nats. Within sink + window both runs read BF16: what is left is y rounded to bfloat16, and the order of sums
-# (means over an answer's 27 positions of 0.0008 to 0.0027, by sidecar and prompt; BF16 itself in other chunks has 0.0014).
+# (means over an answer's 27 positions of 0.0008 to 0.0027, by sidecar and prompt; BF16 in other chunks has 0.0014).
 # Beyond, both runs have quantization noise; means of 0.001 to 0.022 were measured.
 SAME = 4e-3
 NOISE = 0.1
