@@ -97,16 +97,15 @@ def key_moments(statistics: LayerStatistics, context: int, pairs: int = MAX_TURN
     rope = _Rope.of(statistics, context)
     turning = rope.turning(statistics, pairs)
     mean, covariance = statistics.mean_and_covariance("key", turning)
-    mean, second = rope.averaged(mean, covariance + mean[..., :, None] * mean[..., None, :])
-    return Moments(mean, second - mean[..., :, None] * mean[..., None, :], rope.averaged(mean, error)[1], turning)
+    second = rope.averaged_moment(covariance + mean[..., :, None] * mean[..., None, :])
+    mean = rope.averaged_mean(mean)
+    return Moments(mean, second - mean[..., :, None] * mean[..., None, :], rope.averaged_moment(error), turning)
 
 
 def key_mean(statistics: LayerStatistics, context: int, turning: Turning | None) -> torch.Tensor:
     """What `key_moments` has for the mean where that much of it turns, float64 (heads, D)."""
-    mean, covariance = statistics.mean_and_covariance("key", turning)
-    if "frequency" in statistics.tensors:
-        mean, _ = _Rope.of(statistics, context).averaged(mean, covariance)
-    return mean
+    mean, _ = statistics.mean_and_covariance("key", turning)
+    return _Rope.of(statistics, context).averaged_mean(mean) if "frequency" in statistics.tensors else mean
 
 
 @dataclass(frozen=True)
@@ -161,20 +160,28 @@ class _Rope:
         chosen = best.indices[best.values > PAYS].sort().values
         return Turning(self.frequency[chosen], vectors[:, chosen]) if len(chosen) else None
 
-    def averaged(self, mean: torch.Tensor, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A mean (heads, D) and second moments (heads, D, D) of rows that are turned by every shift."""
-        size = mean.shape[-1]
-        real, imaginary = torch.eye(size, device=mean.device), torch.zeros(size, size, device=mean.device)
-        real[self.second, self.first], real[self.second, self.second] = 1.0, 0.0  # of a pair: k1 + i k2, and k1 - i k2
-        imaginary[self.first, self.second], imaginary[self.second, self.second] = 1.0, -1.0
-        basis = torch.complex(real.double(), imaginary.double())
-        angle = torch.zeros(size, dtype=torch.float64, device=mean.device)
-        angle[self.first], angle[self.second] = self.frequency.double(), -self.frequency.double()
+    def averaged_mean(self, mean: torch.Tensor) -> torch.Tensor:
+        """A mean (heads, D) of rows that are turned by every shift."""
+        basis, angle = self._basis(mean)
+        waves = _mean_wave(angle, self.shifts)
+        return (torch.linalg.inv(basis) @ (waves * (mean.to(basis.dtype) @ basis.T)).mT).mT.real
+
+    def averaged_moment(self, moment: torch.Tensor) -> torch.Tensor:
+        """Second moments (heads, D, D) of such rows."""
+        basis, angle = self._basis(moment)
         inverse = torch.linalg.inv(basis)
-        turned = inverse @ (_mean_wave(angle, self.shifts) * (mean.to(basis.dtype) @ basis.T)).mT
         waves = _mean_wave(angle[:, None] - angle, self.shifts)
-        second = inverse @ (basis @ moment.to(basis.dtype) @ basis.mH * waves) @ inverse.mH
-        return turned.mT.real, second.real
+        return (inverse @ (basis @ moment.to(basis.dtype) @ basis.mH * waves) @ inverse.mH).real
+
+    def _basis(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Directions (D, D) that RoPE only turns, k1 + i k2 and k1 - i k2 of each pair; their angles a token (D,)."""
+        size, device = like.shape[-1], like.device
+        real, imaginary = torch.eye(size, device=device), torch.zeros(size, size, device=device)
+        real[self.second, self.first], real[self.second, self.second] = 1.0, 0.0
+        imaginary[self.first, self.second], imaginary[self.second, self.second] = 1.0, -1.0
+        angle = torch.zeros(size, dtype=torch.float64, device=device)
+        angle[self.first], angle[self.second] = self.frequency.double(), -self.frequency.double()
+        return torch.complex(real.double(), imaginary.double()), angle
 
 
 def _mean_wave(frequency: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -45,7 +45,7 @@ METRIC_ASYMMETRY = 1e-5  # of |G - G'| relative to |G|, largest elements
 MAX_TURNING_PAIRS = 8  # of a layer: what the attention kernel adds to a logit is a product of that depth
 
 _KINDS = ("mean", "transform", "metric", "spectrum", "frequency", "turning")  # of tensors in the file
-_OF_EACH_HEAD = ("mean", "turning")  # also where transforms are per layer
+_OF_TRANSFORMS = ("transform", "metric", "spectrum")  # one for all heads where `per` is "layer"
 
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+")  # a hub model's folder in Hugging Face's cache
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -279,7 +279,7 @@ class Sidecar:
         tensors = {}
         for index, letter, calibration in self._tensors():
             for name, tensor in calibration.named().items():
-                shared = self.per == "layer" and name not in (*_OF_EACH_HEAD, "frequency")
+                shared = self.per == "layer" and name in _OF_TRANSFORMS
                 kept = tensor[:1] if shared else tensor
                 tensors[f"layers.{index}.{letter}.{name}"] = kept.detach().float().cpu().clone().contiguous()
         description = {
