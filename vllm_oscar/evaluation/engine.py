@@ -96,6 +96,7 @@ def started(model: str, **options: Any) -> Iterator["LLM"]:
         options: vLLM's
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the model is in another process
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one, vLLM's default on GPUs, has no batch to look into
     from vllm import LLM
 
     llm = LLM(model, **options)
@@ -192,7 +193,7 @@ class Engine:
 
         Args:
             windows: int64 (windows, context), token ids
-            reference, hidden: (windows, context, hidden size), from `record`
+            reference, hidden: (windows, >= context - 1, hidden size), from `record`
         """
 
         def window(index: int) -> Scores:

@@ -24,6 +24,7 @@ from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels import merge as merging
 from vllm_oscar.kernels import prepare as preparing
+from vllm_oscar.kernels.dependent import release, supported, wait
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, programs_per_wave, tile_tokens
@@ -263,13 +264,15 @@ def _decode(
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
     T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
-    DEPTH: tl.constexpr,
+    DEPTH: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
     segment = tl.program_id(1)
     head = (place // TILES).to(tl.int64)
     entry = segments + segment * COLUMNS
+    release(launch_pdl)
+    wait(launch_pdl)
     seq = tl.load(entry)
     if seq < 0:
         return
@@ -587,7 +590,8 @@ def decode_attention(
         SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
-        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None), num_warps=1,
+        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None),
+        launch_pdl=supported(query.device), num_warps=1,
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.kernels.dependent import bring, release, supported, wait
 from vllm_oscar.kernels.segments import tile_tokens
 from vllm_oscar.kernels.turning import depth, load_vectors
 from vllm_oscar.kernels.unpack import POSITIONS, weight_exponent
@@ -137,10 +138,15 @@ def _prepare(
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
     CHUNK: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """The first programs fold, the others look for copies."""
     program, head = tl.program_id(0), tl.program_id(1)
     folding = tl.cdiv(seqs, SEQS) * TILES
+    release(launch_pdl)
+    if program < folding:
+        bring(inverse + head * (D * D), D * D, launch_pdl)
+    wait(launch_pdl)
     if program < folding:
         _fold(
             query, inverse, mean, vectors, folded, sums, program // TILES * SEQS, head, program % TILES, seqs, scale,
@@ -211,5 +217,6 @@ def prepare(
         D=layout.head_size, DP=triton.next_power_of_2(layout.head_size), GROUPS=layout.groups, SEQS=share,
         CONSTANT=constant, CHUNK=_CHUNK, P=layout.block_size, META=layout.meta_offset,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
-        T=tile_tokens(layout.head_size), TOKENS=tokens, DEPTH=depth(vectors is not None), num_warps=4,
+        T=tile_tokens(layout.head_size), TOKENS=tokens, DEPTH=depth(vectors is not None),
+        launch_pdl=supported(query.device), num_warps=4,
     )  # fmt: skip

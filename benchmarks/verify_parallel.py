@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Several GPUs, sleep, and a draft model in real vLLM: the same model as on one GPU?
+
+    python benchmarks/verify_parallel.py [--gpus 2]
+
+One small model with random weights and a prompt of 8,192 tokens in chunks of 512, so that most of what is read is INT2;
+tensor parallel with one KV head a rank, with more ranks than KV heads (4 GPUs), pipeline parallel, asleep and awake
+again, and with a draft model. Compared are the log probabilities of the prompt's tokens: within sink and window they
+differ by the rounding of sums in another order, beyond it a few codes may fall on their other side as well. Prints PASS
+or FAIL per case; ends with 1 if anything failed.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+FOLDER = Path("/tmp/oscar-verify-parallel")
+PROMPT, NEAR = 8192, 320  # tokens; those that only see sink and window
+BOUNDS = (0.05, 0.1)  # mean difference of a token's log probability: near, beyond
+ANSWER = 32
+
+CASES: dict[str, tuple[int, dict[str, Any]]] = {  # GPUs, options
+    "one GPU": (1, {}),
+    "one GPU again, chunks of 256": (1, {"max_num_batched_tokens": 256}),
+    "tensor parallel 2": (2, {"tensor_parallel_size": 2}),
+    "tensor parallel 4, two KV heads": (4, {"tensor_parallel_size": 4}),
+    "pipeline parallel 2": (2, {"pipeline_parallel_size": 2}),
+    "asleep and awake again": (1, {"enable_sleep_mode": True}),
+    "a draft model": (
+        1,
+        {"speculative_config": {"method": "draft_model", "model": str(FOLDER), "num_speculative_tokens": 3, "kv_cache_dtype": "auto"}},
+    ),
+}
+
+
+def make_model() -> Path:
+    """The checkpoint, with weights of its own on disk: ranks have to load parts of the same ones."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from benchmarks.shapes import SHAPES, random_sidecar
+
+    torch.manual_seed(0)
+    shape = {k: v for k, v in SHAPES["tiny"].items() if k not in ("architectures", "model_type")}
+    model = Qwen3ForCausalLM(Qwen3Config(**shape)).bfloat16()
+    model.save_pretrained(FOLDER)
+    return random_sidecar(FOLDER)
+
+
+def run(sidecar: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Log probabilities of the prompt's tokens, and the answers to it and to two short prompts."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        str(FOLDER),
+        skip_tokenizer_init=True,
+        kv_cache_dtype="oscar",
+        max_model_len=PROMPT + ANSWER,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=1 << 30,
+        gpu_memory_utilization=0.2,
+        enable_prefix_caching=False,
+        seed=0,
+        additional_config={"oscar": {"sidecar": sidecar}},
+        **{"max_num_batched_tokens": 512, **options},
+    )
+    ids = [(7 * i * i + 3 * i) % 1000 + 5 for i in range(PROMPT)]
+    sampling = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+    if options.get("enable_sleep_mode"):
+        llm.generate([{"prompt_token_ids": ids[:2000]}], sampling, use_tqdm=False)
+        llm.sleep(level=1)
+        llm.wake_up()
+    if "speculative_config" in options:  # vLLM has no log probabilities of prompts with drafts
+        sampling.prompt_logprobs = None
+    batch = [{"prompt_token_ids": ids}, {"prompt_token_ids": ids[:100]}, {"prompt_token_ids": ids[50:700]}]
+    outputs = [llm.generate([prompt], sampling, use_tqdm=False)[0] for prompt in batch]
+    likely = [next(iter(one.values())).logprob for one in (outputs[0].prompt_logprobs or [])[1:] if one]
+    return {"likely": likely, "answers": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+def differences(one: list[float], other: list[float]) -> tuple[float, float]:
+    """Mean difference among the first tokens, and among the rest."""
+    apart = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    return sum(apart[:NEAR]) / NEAR, sum(apart[NEAR:]) / len(apart[NEAR:])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, default=1, help="cases that need more are left out")
+    parser.add_argument("--case", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:  # in a process of its own
+        name, sidecar, out = args.case
+        Path(out).write_text(json.dumps(run(sidecar, CASES[name][1])))
+        return 0
+    sidecar = make_model()
+    results: dict[str, Any] = {}
+    failed = False
+    for number, (name, (gpus, _)) in enumerate(CASES.items()):
+        if gpus > args.gpus:
+            print(f"LEFT OUT {name}: needs {gpus} GPUs")
+            continue
+        out, log = FOLDER / f"{number}.json", FOLDER / f"{number}.log"
+        out.unlink(missing_ok=True)
+        with log.open("w") as file:
+            command = [sys.executable, __file__, "--case", name, str(sidecar), str(out)]
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+        if code or not out.exists():
+            failed = True
+            print(f"FAIL {name}: ended with {code}", *log.read_text().splitlines()[-25:], sep="\n", flush=True)
+            continue
+        found = results[name] = json.loads(out.read_text())
+        base = results.get("one GPU")
+        if base is None:
+            continue
+        begin = sum(a[:4] == b[:4] for a, b in zip(found["answers"], base["answers"], strict=True))
+        detail = f"{begin} of 3 answers begin alike"
+        passed = begin >= 2
+        if found["likely"]:
+            near, far = differences(base["likely"], found["likely"])
+            passed &= near <= BOUNDS[0] and far <= BOUNDS[1] and all(map(math.isfinite, found["likely"]))
+            detail += f", log probabilities {near:.4f} apart within sink and window, {far:.4f} beyond"
+        failed |= not passed
+        print(f"{'PASS' if passed else 'FAIL'} {name}: {detail}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
