@@ -138,7 +138,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         skip_tokenizer_init=True,
         kv_cache_dtype=args.dtype,
         max_model_len=131072,
-        max_num_seqs=64,
+        max_num_seqs=args.seqs,
         max_num_batched_tokens=args.chunk,
         kv_cache_memory_bytes=None if args.utilization else H100_KV_BYTES,
         gpu_memory_utilization=args.utilization or 0.9,
@@ -170,7 +170,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     most = tokens // 100128
     if "decode" in args.parts:
         for batch, context in [*DECODE, (most, 100000)]:
-            if batch * (context + 128) <= tokens and batch <= 64:
+            if batch * (context + 128) <= tokens and batch <= args.seqs:
                 step = decode_step(llm, batch, context)
                 row(f"decode {batch} x {context}", step, "ms")
         row("throughput at 100000", most / step * 1e3, "tokens/s")
@@ -185,7 +185,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--dtypes", nargs="+", default=["auto", "oscar"])
-    parser.add_argument("--parts", nargs="+", default=["short", "prefill", "decode"], help="also: profile, long")
+    parser.add_argument("--parts", nargs="*", default=["short", "prefill", "decode"], help="also: profile, long")
+    parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--utilization", type=float, help="gpu_memory_utilization, instead of an H100's KV memory")
     parser.add_argument("--oscar", default="{}", help="oscar options, JSON")

@@ -69,7 +69,7 @@ def noting_waits() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    WAITS.update(f"{w.filename}:{w.lineno}" for w in seen if "synchroniz" in str(w.message))
+    WAITS.update(f"{w.filename}:{w.lineno}" for w in seen if "called a synchronizing" in str(w.message))
 
 
 def check_layers(impl_class: Any, errors: list[float]) -> None:

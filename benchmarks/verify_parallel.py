@@ -6,8 +6,8 @@
 One small model with random weights and a prompt of 8,192 tokens in chunks of 512, so that most of what is read is INT2;
 tensor parallel with one KV head a rank, with more ranks than KV heads (4 GPUs), pipeline parallel, asleep and awake
 again, and with a draft model. Compared are the log probabilities of the prompt's tokens: within sink and window they
-differ by the rounding of sums in another order, beyond it a few codes may fall on their other side as well. Prints PASS
-or FAIL per case; ends with 1 if anything failed.
+differ by the rounding of sums in another order, beyond it a few codes may fall on their other side as well. The engines
+run side by side, a process each. Prints PASS or FAIL per case; ends with 1 if anything failed.
 """
 
 import argparse
@@ -27,8 +27,9 @@ PROMPT, NEAR = 8192, 320  # tokens; those that only see sink and window
 BOUNDS = (0.05, 0.1)  # mean difference of a token's log probability: near, beyond
 ANSWER = 32
 
+ALONE = "one GPU"
 CASES: dict[str, tuple[int, dict[str, Any]]] = {  # GPUs, options
-    "one GPU": (1, {}),
+    ALONE: (1, {}),
     "one GPU again, chunks of 256": (1, {"max_num_batched_tokens": 256}),
     "tensor parallel 2": (2, {"tensor_parallel_size": 2}),
     "tensor parallel 4, two KV heads": (4, {"tensor_parallel_size": 4}),
@@ -36,7 +37,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # GPUs, options
     "asleep and awake again": (1, {"enable_sleep_mode": True}),
     "a draft model": (
         1,
-        {"speculative_config": {"method": "draft_model", "model": str(FOLDER), "num_speculative_tokens": 3, "kv_cache_dtype": "auto"}},
+        {
+            "speculative_config": {
+                "method": "draft_model",
+                "model": str(FOLDER),
+                "num_speculative_tokens": 3,
+                "kv_cache_dtype": "auto",
+            }
+        },
     ),
 }
 
@@ -66,7 +74,7 @@ def run(sidecar: str, options: dict[str, Any]) -> dict[str, Any]:
         max_model_len=PROMPT + ANSWER,
         max_num_seqs=4,
         kv_cache_memory_bytes=1 << 30,
-        gpu_memory_utilization=0.2,
+        gpu_memory_utilization=0.1,  # the cases run side by side
         enable_prefix_caching=False,
         seed=0,
         additional_config={"oscar": {"sidecar": sidecar}},
@@ -102,28 +110,32 @@ def main() -> int:
         Path(out).write_text(json.dumps(run(sidecar, CASES[name][1])))
         return 0
     sidecar = make_model()
-    results: dict[str, Any] = {}
-    failed = False
+    running = {}
     for number, (name, (gpus, _)) in enumerate(CASES.items()):
         if gpus > args.gpus:
             print(f"LEFT OUT {name}: needs {gpus} GPUs")
             continue
-        out, log = FOLDER / f"{number}.json", FOLDER / f"{number}.log"
+        out = FOLDER / f"{number}.json"
         out.unlink(missing_ok=True)
-        with log.open("w") as file:
+        with out.with_suffix(".log").open("w") as log:
             command = [sys.executable, __file__, "--case", name, str(sidecar), str(out)]
-            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, check=False).returncode
+            running[name] = out, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    results: dict[str, Any] = {}
+    failed = False
+    for name, (out, process) in running.items():
+        code = process.wait()
         if code or not out.exists():
             failed = True
-            print(f"FAIL {name}: ended with {code}", *log.read_text().splitlines()[-25:], sep="\n", flush=True)
+            lines = out.with_suffix(".log").read_text().splitlines()
+            print(f"FAIL {name}: ended with {code}", *lines[-25:], sep="\n", flush=True)
             continue
         found = results[name] = json.loads(out.read_text())
-        base = results.get("one GPU")
-        if base is None:
+        if name == ALONE or ALONE not in results:
             continue
+        base = results[ALONE]
         begin = sum(a[:4] == b[:4] for a, b in zip(found["answers"], base["answers"], strict=True))
-        detail = f"{begin} of 3 answers begin alike"
         passed = begin >= 2
+        detail = f"{begin} of 3 answers begin alike"
         if found["likely"]:
             near, far = differences(base["likely"], found["likely"])
             passed &= near <= BOUNDS[0] and far <= BOUNDS[1] and all(map(math.isfinite, found["likely"]))

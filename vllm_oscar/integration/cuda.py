@@ -286,6 +286,7 @@ class CudaImpl(OscarImpl):
                 self.sliding_window,
                 self.workspaces.decode,
                 output[asked],
+                behind_write=self.owns_cache,
             )
         if step.calls:
             prefill(

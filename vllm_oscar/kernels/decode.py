@@ -24,7 +24,6 @@ from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels import merge as merging
 from vllm_oscar.kernels import prepare as preparing
-from vllm_oscar.kernels.dependent import release, supported, wait
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, programs_per_wave, tile_tokens
@@ -264,15 +263,13 @@ def _decode(
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
     T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
-    DEPTH: tl.constexpr, launch_pdl: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
     segment = tl.program_id(1)
     head = (place // TILES).to(tl.int64)
     entry = segments + segment * COLUMNS
-    release(launch_pdl)
-    wait(launch_pdl)
     seq = tl.load(entry)
     if seq < 0:
         return
@@ -553,6 +550,7 @@ def decode_attention(
     sliding_window: int | None,
     workspace: DecodeWorkspace,
     out: torch.Tensor,
+    behind_write: bool = False,
 ) -> None:
     """Attention of a decode batch, every token of it stored; the same semantics as `attention.attend`.
 
@@ -568,6 +566,7 @@ def decode_attention(
         scale: softmax scale
         soft_cap: 0 for none
         out: like query
+        behind_write: see `prepare`
     """
     heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
     n, tiles = column_tiles(q_len, ratio)
@@ -578,6 +577,7 @@ def decode_attention(
     prepare(
         query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles), soft_cap > 0, words,
         layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
+        behind_write,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
     _decode[(heads * tiles, segments.table.shape[0])](
@@ -590,8 +590,7 @@ def decode_attention(
         SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
-        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None),
-        launch_pdl=supported(query.device), num_warps=1,
+        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None), num_warps=1,
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_oscar.kernels.dependent import supported, wait
 from vllm_oscar.kernels.segments import Segments
 
 _SMALL = 512  # (sequence, KV head, column tile) triples up to which every sequence has programs of its own
@@ -21,7 +20,7 @@ def _merge(
     partial, lse, first, inverse, mean, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, launch_pdl: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """SEQS sequences, COLUMNS columns of the tile, BLOCK segments at a time, ROWS channels of the output."""
     place = tl.program_id(0)
@@ -31,7 +30,6 @@ def _merge(
     inside = (e < D)[:, None] & (d < D)[None, :]
     b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=inside, other=0.0)
     centre = tl.load(mean + head * D + e, mask=e < D, other=0.0)
-    wait(launch_pdl)
 
     # a row is (which segment of a block, sequence, column); each keeps its own maximum until the end
     C: tl.constexpr = SEQS * COLUMNS
@@ -122,6 +120,5 @@ def merge_segments(
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
         partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
-        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows,
-        launch_pdl=supported(out.device), num_warps=4,
+        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, num_warps=4,
     )  # fmt: skip

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
-from vllm_oscar.kernels.dependent import bring, release, supported, wait
+from vllm_oscar.kernels.dependent import supported, wait
 from vllm_oscar.kernels.segments import tile_tokens
 from vllm_oscar.kernels.turning import depth, load_vectors
 from vllm_oscar.kernels.unpack import POSITIONS, weight_exponent
@@ -140,19 +140,17 @@ def _prepare(
     CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """The first programs fold, the others look for copies."""
+    """The first programs fold, the others look for copies, which may have been written just now."""
     program, head = tl.program_id(0), tl.program_id(1)
     folding = tl.cdiv(seqs, SEQS) * TILES
-    release(launch_pdl)
-    if program < folding:
-        bring(inverse + head * (D * D), D * D, launch_pdl)
-    wait(launch_pdl)
     if program < folding:
         _fold(
             query, inverse, mean, vectors, folded, sums, program // TILES * SEQS, head, program % TILES, seqs, scale,
             stride_token, stride_head, HEADS, RATIO, Q_LEN, TILES, N, D, DP, GROUPS, SEQS, CONSTANT, CHUNK, DEPTH,
         )  # fmt: skip
+        wait(launch_pdl)
     else:
+        wait(launch_pdl)
         chunks: tl.constexpr = (CAPACITY + TOKENS - 1) // TOKENS
         seq = (program - folding) // chunks
         _find_copies(
@@ -192,6 +190,7 @@ def prepare(
     folded: torch.Tensor,
     sums: torch.Tensor,
     copies: torch.Tensor,
+    behind_write: bool,
 ) -> None:
     """Fill `folded`, `sums` and `copies` (see above).
 
@@ -203,6 +202,7 @@ def prepare(
         tile: (N, tiles), see `column_tiles`
         constant: whether a q . m_K is needed
         pages: int32 (blocks, KV heads, words)
+        behind_write: whether `query` was complete before this layer's `write`, and nothing was launched since
     """
     heads, seqs = pages.shape[1], seq_lens.shape[0]
     n, tiles = tile
@@ -218,5 +218,5 @@ def prepare(
         CONSTANT=constant, CHUNK=_CHUNK, P=layout.block_size, META=layout.meta_offset,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), TOKENS=tokens, DEPTH=depth(vectors is not None),
-        launch_pdl=supported(query.device), num_warps=4,
+        launch_pdl=behind_write and supported(query.device), num_warps=4,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.hot_pool import HotPool
-from vllm_oscar.kernels.dependent import bring, release, supported, wait
+from vllm_oscar.kernels.dependent import release, supported
 from vllm_oscar.kernels.encode import (
     changed,
     channels,
@@ -120,7 +120,7 @@ def _write(
     DEPTH: tl.constexpr,
     TOKENS: tl.constexpr,
     K: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    RELEASES: tl.constexpr,
 ):
     """grid (tiles, heads, 2): TOKENS rows of keys (2nd axis 0) or values (1) of one head."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -128,7 +128,7 @@ def _write(
     which = tl.program_id(2)
     heads = tl.num_programs(1)
     here = t < tokens
-    release(launch_pdl)
+    release(RELEASES)
     t = t.to(tl.int64)
     SIZE: tl.constexpr = D // GROUPS
     WIDTH: tl.constexpr = 8 * UNITS_PAD
@@ -143,11 +143,9 @@ def _write(
         gain = value_gain
         max_scale = _MAX_VALUE_SCALE + 0.0
 
-    weights = matrix + (which * heads + h) * (D * D)
-    bring(weights, D * D, launch_pdl)
-    wait(launch_pdl)
     if DEPTH:
         wave = waves(step, tl.load(position + t, mask=here, other=0).to(tl.int32), DEPTH)
+    weights = matrix + (which * heads + h) * (D * D)
     y = tl.zeros([TOKENS, WIDTH], tl.float32)
     for start in tl.static_range(0, D, K):
         k = start + tl.arange(0, K)
@@ -286,6 +284,6 @@ def write(
         DEPTH=depth(tables.step is not None),
         TOKENS=tile,
         K=dot_depth(head_size),
-        launch_pdl=supported(key.device),
+        RELEASES=supported(key.device),
         num_warps=4 if head_size <= 128 else 8,
     )
