@@ -24,7 +24,7 @@ LLAMA_70B = {
     "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 80, "max_position_embeddings": 131072,
     "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
-TRIED = {"qwen3-8b": SHAPES["qwen3-8b"], "llama-70b": LLAMA_70B}
+TRIED: dict[str, dict[str, Any]] = {"qwen3-8b": SHAPES["qwen3-8b"], "llama-70b": LLAMA_70B}
 LENGTH, DEFAULT = 2048, 512  # tokens of a sequence, sequences
 
 
