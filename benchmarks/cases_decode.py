@@ -7,6 +7,7 @@ import torch
 from benchmarks.synthetic import Cache, fill, reference, turning_mean
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
+from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import Segments, build_segments
 from vllm_oscar.page_layout import PageLayout
 
@@ -16,7 +17,8 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the
 
 @dataclass(frozen=True)
 class Case:
-    """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average."""
+    """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average;
+    layers: that the reads are counted for, 0 not to count."""
 
     head_size: int = 128
     group_size: int = 0
@@ -32,6 +34,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     order: str = "packed"
     turning: int = 0
+    layers: int = 3
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -50,8 +53,8 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache
     return cache, (2 * torch.randn(shape, generator=generator, device=device)).to(case.dtype)
 
 
-def attend(case: Case, cache: Cache, query: torch.Tensor) -> torch.Tensor:
-    """What the kernels give, in NaN-poisoned memory."""
+def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernels give, in NaN-poisoned memory, and the reads that they count."""
     device = query.device
     seqs, heads = len(case.lengths), case.kv_heads
     programs = heads * column_tiles(case.q_len, case.ratio)[1]
@@ -63,27 +66,25 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> torch.Tensor:
     for tensor in (workspace.folded, workspace.sums, workspace.partial, workspace.lse):
         tensor.fill_(float("nan"))
     out = torch.full_like(query, float("nan"))
+    counts = torch.zeros(3, dtype=torch.int64, device=device)
     decode_attention(
         query, cache.pages, cache.layout, cache.pool, cache.table, cache.block_table, cache.seq_lens, case.q_len,
         segments, DecodeTables.of(cache.key, cache.value), case.head_size**-0.5, case.soft_cap, case.sliding_window,
-        workspace, out,
+        workspace, out, ReadCounter(counts, case.layers) if case.layers else None,
     )  # fmt: skip
-    return out
-
-
-def error(case: Case, device: torch.device | str, seed: int = 0) -> float:
-    """Largest relative error of a query head's output; NaN if anything is."""
-    cache, query = inputs(case, device, seed)
-    out = attend(case, cache, query).double()
-    expected = reference(cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window).double()
-    return ((out - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+    return out, counts
 
 
 def check(case: Case, device: torch.device) -> str:
     """See verify_gpu."""
-    found = error(case, device)
-    assert found < TOLERANCE[case.dtype], f"relative error {found:.2e}"
-    return f"{found:.2e}"
+    cache, query = inputs(case, device)
+    out, counts = attend(case, cache, query)
+    expected, reads = reference(cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window)
+    error = ((out.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)).max().item()
+    assert error < TOLERANCE[case.dtype], f"relative error {error:.2e}"  # of any query head
+    wanted = (case.layers * reads).tolist()
+    assert counts.tolist() == wanted, f"counted reads {counts.tolist()}, not {wanted}"
+    return f"{error:.2e}"
 
 
 def gpu_cases() -> list[Case]:
@@ -128,5 +129,6 @@ def gpu_cases() -> list[Case]:
         Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, soft_cap=20.0, turning=8, dtype=torch.float16),
         Case(head_size=80, lengths=long, kv_heads=2, turning=2),
         Case(head_size=256, lengths=long, kv_heads=2, turning=8, ratio=16),
+        Case(lengths=mixed, kv_heads=2, block_size=64, layers=0),
     ]
     return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]

@@ -9,6 +9,7 @@ from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.history import RestoreTables, plan
 from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
+from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.page_layout import PageLayout
 
 TURNING = 4.0  # size of a turning mean in units of the rows; larger keys lose what the run dtype rounds off
@@ -18,7 +19,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a r
 @dataclass(frozen=True)
 class Case:
     """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
-    of the keys' turning mean."""
+    of the keys' turning mean; layers: that the reads are counted for, 0 not to count."""
 
     head_size: int = 128
     group_size: int = 0
@@ -35,6 +36,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     order: str = "padded"
     turning: int = 0
+    layers: int = 3
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -63,15 +65,17 @@ def check(case: Case, device: torch.device) -> str:
     for tensor in (workspace.restored, workspace.out, workspace.lse):
         tensor.fill_(float("nan"))
     out = torch.full((total, heads, size), float("nan"), dtype=case.dtype, device=device)
+    counts = torch.zeros(3, dtype=torch.int64, device=device)
     scale = size**-0.5
     prefill(
         query, key, value, cache.pages, layout, cache.pool, cache.table, cache.block_table,
         RestoreTables.of(cache.key, cache.value, case.dtype), calls, workspace, out, scale, case.soft_cap,
-        case.sliding_window,
+        case.sliding_window, reads=ReadCounter(counts, case.layers) if case.layers else None,
     )  # fmt: skip
 
     views = layout.views(cache.pages)
     worst = 0.0
+    reads = torch.zeros_like(counts)
     for index, before in enumerate(lengths):
         rows = slice(starts[index], starts[index + 1])
         if index < case.decoding:
@@ -79,6 +83,7 @@ def check(case: Case, device: torch.device) -> str:
             continue
         blocks = cache.block_table[index, : -(-before // case.block_size)].long()
         stored = attention.read_rows(views, cache.pool, cache.table, blocks, before, before)
+        reads += stored.reads(before, case.sink, case.sliding_window)
         expected = attention.attend(
             query[rows], stored, cache.key, cache.value, scale, before, (key[rows], value[rows]), case.soft_cap,
             case.sliding_window,
@@ -86,6 +91,8 @@ def check(case: Case, device: torch.device) -> str:
         error = ((out[rows].float() - expected).norm() / expected.norm()).item()
         assert error < TOLERANCE[case.dtype], f"relative error {error:.2e}"
         worst = max(worst, error)
+    wanted = (case.layers * reads).tolist()
+    assert counts.tolist() == wanted, f"counted reads {counts.tolist()}, not {wanted}"
     return f"{worst:.1e}"
 
 
@@ -115,5 +122,6 @@ def gpu_cases() -> list[Case]:
         Case(64, requests=((5000, 700),), capacity=1024, soft_cap=20.0, sliding_window=2000, turning=3),
         Case(80, requests=((5000, 700), (10, 20)), capacity=4096, turning=1),
         Case(256, requests=((2600, 129),), capacity=4096, ratio=8, turning=8),
+        Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, layers=0),
     ]
     return cases

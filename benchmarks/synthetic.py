@@ -131,11 +131,13 @@ def fill(
 
 def reference(
     cache: Cache, query: torch.Tensor, q_len: int, scale: float, soft_cap: float, sliding_window: int | None
-) -> torch.Tensor:
-    """What a decode step must give, float32 (sequences * q_len, query heads, D); m_V for sequences of length 0."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a decode step must give, float32 (sequences * q_len, query heads, D), with m_V for sequences of length 0,
+    and its reads, int64 (3,), see StoredRows.reads."""
     views = cache.layout.views(cache.pages)
     ratio = query.shape[1] // cache.pages.shape[1]
     parts = []
+    reads = torch.zeros(3, dtype=torch.int64, device=query.device)
     for index, length in enumerate(cache.seq_lens.tolist()):
         own = query[index * q_len : (index + 1) * q_len]
         if length == 0:
@@ -144,9 +146,10 @@ def reference(
         blocks = cache.block_table[index, : -(-length // cache.layout.block_size)].long()
         before = length - q_len
         stored = attention.read_rows(views, cache.pool, cache.table, blocks, length, before)
+        reads += stored.reads(before, cache.table.contract.sink, sliding_window)
         parts.append(
             attention.attend(
                 own, stored, cache.key, cache.value, scale, before, soft_cap=soft_cap, sliding_window=sliding_window
             )
         )
-    return torch.cat(parts)
+    return torch.cat(parts), reads

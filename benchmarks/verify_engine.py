@@ -5,9 +5,9 @@
 
 Small models with random weights run eagerly through prompts, chunks, decode, prefix hits, preemption and mixed
 batches. After each layer's forward, the reference (attention.read_rows and attend) reads the same pages and copies
-and must agree; the forward and the builder must not wait for the device. A second run with CUDA graphs must give the
-same texts, and no kernel may be compiled after the engine reports ready. The engines run side by side, a process
-each. Prints PASS or FAIL per case; ends with 1 if anything failed.
+and must agree, and so must the counts of reads; the forward and the builder must not wait for the device. A second
+run with CUDA graphs must give the same texts, and no kernel may be compiled after the engine reports ready. The
+engines run side by side, a process each. Prints PASS or FAIL per case; ends with 1 if anything failed.
 """
 
 import argparse
@@ -72,8 +72,9 @@ def noting_waits() -> Iterator[None]:
     WAITS.update(f"{w.filename}:{w.lineno}" for w in seen if "called a synchronizing" in str(w.message))
 
 
-def check_layers(impl_class: Any, errors: list[float]) -> None:
-    """Wrap the layer's forward: recompute it with the reference, note the error in units of what is tolerated."""
+def check_layers(impl_class: Any, errors: list[float], reads: list[list[int]]) -> None:
+    """Wrap the layer's forward: recompute it with the reference, note the error in units of what is tolerated, and
+    the reads (see StoredRows.reads)."""
     import torch
 
     from vllm_oscar.attention import attend, read_rows
@@ -98,6 +99,7 @@ def check_layers(impl_class: Any, errors: list[float]) -> None:
             tokens = after if decodes else before
             blocks = metadata.block_table[request, : -(-tokens // self.layout.block_size)].long()
             stored = read_rows(views, self.pool, metadata.table, blocks, tokens, before)
+            reads.append(stored.reads(before, self.runtime.config.sink, self.sliding_window).tolist())
             heads = (end - start, -1, self.head_size)
             fresh = None if decodes else (key[start:end].view(heads), value[start:end].view(heads))
             wanted = attend(
@@ -143,6 +145,7 @@ def run(name: str, folder: Path, sidecar: Path, eager: bool) -> dict[str, list[l
     from benchmarks.shapes import liven
 
     errors: list[float] = []
+    reads: list[list[int]] = []
     options: dict[str, Any] = {
         "num_gpu_blocks_override": 240,
         "max_model_len": 4096,
@@ -165,7 +168,7 @@ def run(name: str, folder: Path, sidecar: Path, eager: bool) -> dict[str, list[l
     if eager:
         from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder
 
-        check_layers(CudaImpl, errors)
+        check_layers(CudaImpl, errors, reads)
         check_builder(CudaMetadataBuilder)
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
     answers = {}
@@ -188,7 +191,10 @@ def run(name: str, folder: Path, sidecar: Path, eager: bool) -> dict[str, list[l
             worst = f"worst error {max(seen):.0%} of tolerance" if seen else "nothing was checked"
             print(f"{verdict} {name}: {case}: {len(seen)} layer outputs, {worst}", flush=True)
     if eager:
-        saturated = int(RUNTIMES[-1].counters.saturated_rows)
+        counters = RUNTIMES[-1].counters
+        counted, wanted = counters.reads.tolist(), [sum(kind) for kind in zip(*reads, strict=True)]
+        print(f"{'PASS' if counted == wanted else 'FAIL'} {name}: counted reads {counted}, the reference's {wanted}")
+        saturated = int(counters.saturated_rows)
         print(f"{'FAIL' if saturated else 'PASS'} {name}: {saturated:,} rows saturated")
         print(f"{'FAIL' if WAITS else 'PASS'} {name}: host waited for the device at: {sorted(WAITS) or 'no place'}")
     return answers

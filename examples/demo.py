@@ -86,7 +86,6 @@ def show(bf16: Served, int2: Served, quality: list[Result]) -> None:
         passage = f"[{len(before):,} characters of the Python reference] " if before else ""
         print(f"\n> {passage}{question}\n  BF16:  {first}\n  OSCAR: {second}")
     reference, oscar = quality
-    reads = "not counted on GPUs" if oscar.int2_reads is None else f"{100 * oscar.int2_reads:.0f}%"
     lines = [
         ("", "BF16", "OSCAR"),
         (
@@ -100,7 +99,7 @@ def show(bf16: Served, int2: Served, quality: list[Result]) -> None:
         ("perplexity of held-out text", f"{reference.perplexity:.2f}", f"{oscar.perplexity:.2f}"),
         ("KL to BF16, nats", "0", f"{oscar.kl:.4f} +- {oscar.kl_error:.4f}"),
         ("same most likely token", "100%", f"{100 * oscar.top1:.1f}%"),
-        ("cache reads that were INT2", "", reads),
+        ("cache reads that were INT2", "", f"{100 * (oscar.int2_reads or 0):.0f}%"),
     ]
     print()
     for name, left, right in lines:

@@ -33,6 +33,19 @@ class StoredRows(NamedTuple):
     value: torch.Tensor
     hot: torch.Tensor
 
+    def reads(self, before: int, sink: int, sliding_window: int | None) -> torch.Tensor:
+        """How many rows, over tokens and heads, a step reads from BF16 copies, as INT2, and as INT2 although they are
+        sinks': int64 (3,).
+
+        Args:
+            before: tokens of the request before the step
+            sink: tokens of the request that are sinks
+            sliding_window: tokens behind it are masked, and their blocks may be gone: not reads
+        """
+        first = 0 if sliding_window is None else max(0, before + 1 - sliding_window)
+        cold = ~self.hot[first:]
+        return torch.stack([self.hot[first:].sum(), cold.sum(), cold[: max(0, sink - first)].sum()])
+
 
 def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.device | None = None) -> torch.Tensor:
     """Which of the first `tokens` tokens the contract lets a step read in BF16: j < S or j >= c + 1 - W.

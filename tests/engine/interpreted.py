@@ -2,7 +2,7 @@
 
 The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, and the
 mean of its second layer's keys turns with the position. Prints, for each batch, the number of layer outputs and the
-largest error in units of what is tolerated.
+largest error in units of what is tolerated; then the reads that were counted, and the reference's.
 """
 
 import os
@@ -25,13 +25,15 @@ from vllm_oscar.integration.runtime import OscarRuntime  # noqa: E402
 
 
 def rehearse(vllm_config: Any) -> None:
-    """Warm-up, with fewer batches than a GPU needs; prints what it left behind: tokens in pages, slots taken."""
+    """Warm-up, with fewer batches than a GPU needs; prints what it left behind: tokens in pages, reads, slots taken."""
     warm_up.batches = lambda builder: iter([([1, 1], 0), ([3], 17)])
     warm_up.warm_up(vllm_config)
-    builders = OscarRuntime.shared(vllm_config).builders.values()
+    runtime = OscarRuntime.shared(vllm_config)
+    builders = runtime.builders.values()
     pages = sum(int(layer.kv_cache.count_nonzero()) for builder in builders for layer in builder.layers)
     tables = [builder._table(builder.impl.pages(builder.layers[0].kv_cache))[0] for builder in builders]
-    print("left behind", pages, *(int((table.block_of_slot >= 0).sum()) for table in tables), flush=True)
+    reads = int(runtime.counters.reads.count_nonzero())
+    print("left behind", pages, reads, *(int((table.block_of_slot >= 0).sum()) for table in tables), flush=True)
 
 
 def check_positions() -> None:
@@ -55,7 +57,8 @@ def main(root: Path) -> None:
     sidecar = random_sidecar(folder, turning=3)
     check_positions()
     errors: list[float] = []
-    check_layers(CudaImpl, errors)
+    reads: list[list[int]] = []
+    check_layers(CudaImpl, errors, reads)
     llm = LLM(
         str(folder),
         load_format="dummy",
@@ -77,6 +80,8 @@ def main(root: Path) -> None:
         llm.generate(batch, sampling, use_tqdm=False)
         seen = errors[first:]
         print("batch", len(seen), max(seen), flush=True)
+    counters = OscarRuntime.shared(llm.llm_engine.vllm_config).counters
+    print("reads", counters.reads.tolist(), [sum(kind) for kind in zip(*reads, strict=True)], flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The GPU path inside vLLM, as far as a machine without a GPU can show it: in Triton's interpreter."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,10 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
     assert int(batches[0][0]) == 2 * (1 + 2) * layers
     assert int(batches[1][0]) == (2 + 2) * layers
     assert all(float(worst) < 1 for _, worst in batches), batches
-    assert "left behind 0 0\n" in done.stdout  # the warm-up before it wrote nothing and kept nothing
+    assert "left behind 0 0 0\n" in done.stdout  # the warm-up before it wrote nothing, counted nothing, kept nothing
+    counted, wanted = re.findall(r"\[.*?\]", done.stdout[done.stdout.index("reads [") :])
+    assert counted == wanted  # of both layers, of which one counts
+    assert re.fullmatch(r"\[[1-9]\d*, [1-9]\d*, 0\]", counted)
 
 
 @pytest.mark.parametrize(("heads", "ratio", "head_size", "q_len"), [(8, 4, 128, 1), (2, 8, 64, 4), (1, 16, 256, 1)])

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.kernels
         Case(kv_heads=2, requests=((130, 17), (5, 3)), turning=8),
         Case(64, requests=((100, 40),), capacity=50, sliding_window=60, soft_cap=5.0, turning=3),
         Case(80, requests=((31, 9),), turning=1),
+        Case(64, kv_heads=3, layers=0),
     ],
     ids=str,
 )

@@ -129,6 +129,18 @@ def test_which_rows_are_read_at_every_length() -> None:
             assert torch.equal(rows.key, torch.where(hot[:, None, None], cache.copies[:tokens], int2[:tokens]))
 
 
+def test_reads_are_counted_by_kind() -> None:
+    """Sinks 0 to 3; token 1 has no copy in one head, 4 and 5 in neither. A window of 4 hides tokens 0 to 4 from a step
+    behind 8."""
+    hot = torch.ones(8, 2, dtype=torch.bool)
+    hot[1, 0] = False
+    hot[4:6] = False
+    rows = StoredRows(torch.empty(0), torch.empty(0), hot)
+    assert rows.reads(8, 4, None).tolist() == [11, 5, 1]
+    assert rows.reads(8, 4, 4).tolist() == [4, 2, 0]
+    assert rows.reads(8, 4, 8).tolist() == [9, 5, 1]
+
+
 @pytest.mark.parametrize("which", ["key scale", "key offset", "value scale", "value offset"])
 def test_a_copy_whose_words_differ_in_one_bit_is_not_read(which: str) -> None:
     """Each head proves its own copy; a head whose words differ reads INT2, the other one its copy."""

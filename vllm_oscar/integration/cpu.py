@@ -131,9 +131,7 @@ class CpuImpl(OscarImpl):
         tokens = after if decodes else before
         blocks = step.block_table[request, : -(-tokens // self.layout.block_size)].long()
         stored = read_rows(views, self.pool, step.table, blocks, tokens, before)
-        # tokens behind a sliding window are masked, and their blocks may be gone: not reads
-        first = 0 if self.sliding_window is None else max(0, before + 1 - self.sliding_window)
-        self.runtime.counters.count_reads(stored.hot[first:], max(0, self.runtime.config.sink - first))
+        self.runtime.counters.reads += stored.reads(before, self.runtime.config.sink, self.sliding_window)
         return attend(
             query,
             stored,

@@ -23,6 +23,7 @@ from vllm_oscar.kernels import encode_metric, slots
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.history import Call, RestoreTables, plan
 from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
+from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import Segments, build_segments
 from vllm_oscar.kernels.write import WriteTables, write
 
@@ -87,6 +88,11 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         self.segments = {
             window: Segments.allocate(scheduler.max_num_seqs, self.impl.num_kv_heads, device) for window in windows
         }
+        for window in windows:
+            first, *others = [layer.impl for layer in self.layers if layer.impl.sliding_window == window]
+            first.reads = ReadCounter(self.runtime.counters.reads, 1 + len(others))
+            for impl in others:
+                impl.reads = None  # an earlier builder's groups may have been others
         self._scratch: tuple[int, SlotTable, slots.SlotScratch] | None = None  # with the pages' address
         self._reencode: encode_metric.ReencodeTable | None = None
         self._steps = 0
@@ -201,7 +207,13 @@ class Workspaces:
 
 
 class CudaImpl(OscarImpl):
-    """One layer, on Triton kernels."""
+    """One layer, on Triton kernels.
+
+    Attributes:
+        reads: given by the builder to the layers that count how stored tokens are read
+    """
+
+    reads: ReadCounter | None = None
 
     @property
     def ratio(self) -> int:
@@ -286,6 +298,7 @@ class CudaImpl(OscarImpl):
                 self.sliding_window,
                 self.workspaces.decode,
                 output[asked],
+                reads=self.reads,
                 behind_write=self.owns_cache,
             )
         if step.calls:
@@ -306,6 +319,7 @@ class CudaImpl(OscarImpl):
                 self.soft_cap,
                 self.sliding_window,
                 self.attention,
+                self.reads,
             )
 
     def _write(self, pages: torch.Tensor, step: CudaMetadata, key: torch.Tensor, value: torch.Tensor) -> None:

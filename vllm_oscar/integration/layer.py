@@ -121,8 +121,9 @@ class OscarImpl(AttentionImpl[Any]):
         self.pool = HotPool.allocate(
             self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
         )
-        # a buffer, so that vLLM brings it back after a deep sleep; the pool may be lost, its copies prove nothing then
-        module.register_buffer("oscar_saturated_rows", self.runtime.counters.saturated_rows, persistent=False)
+        # buffers, so that vLLM brings them back after a deep sleep; the pool may be lost, its copies prove nothing then
+        for counter, counts in vars(self.runtime.counters).items():
+            module.register_buffer(f"oscar_{counter}", counts, persistent=False)
 
     def pages(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """vLLM's tensor uint8 (blocks, heads, P, bytes) as (blocks, heads, head_bytes), with its own strides."""

@@ -27,7 +27,7 @@ COUNTERS = {
     "shrunk_steps": "steps in which the window was smaller than asked for",
     "evicted_blocks": "BF16 blocks given up for others",
     "saturated_rows": "key or value rows in which something was not representable",
-    "int2_reads": "stored tokens read from INT2, over layers and KV heads (CPU platform)",
+    "int2_reads": "stored tokens read from INT2, over layers and KV heads",
     "bf16_reads": "stored tokens read from their BF16 copy, likewise",
     "int2_sink_reads": "sink tokens read from INT2, likewise",
 }

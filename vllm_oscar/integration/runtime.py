@@ -37,27 +37,21 @@ _WATCH_EVERY = 64  # calls of `watch` between two looks at the counters on the d
 
 
 class Counters:
-    """What happened so far, summed over layers, KV heads and tokens.
+    """What happened so far, summed over layers, KV heads and tokens, on the device.
 
     Attributes:
-        int2_reads, bf16_reads: reads of stored tokens by kind; counted on the CPU platform
-        int2_sink_reads: reads of sinks whose copy is missing; likewise
-        saturated_rows: int64 (1,) on the device, rows in which something was not representable
+        reads: int64 (3,), see StoredRows.reads
+        saturated_rows: int64 (1,), rows in which something was not representable
     """
 
     def __init__(self) -> None:
-        self.int2_reads = 0
-        self.bf16_reads = 0
-        self.int2_sink_reads = 0
+        self.reads = torch.zeros(3, dtype=torch.int64)
         self.saturated_rows = torch.zeros(1, dtype=torch.int64)
 
-    def count_reads(self, hot: torch.Tensor, sink: int) -> None:
-        """Count the reads of one request and layer; hot: bool (tokens, heads)."""
-        bf16 = int(hot.sum())
-        self.bf16_reads += bf16
-        self.int2_reads += hot.numel() - bf16
-        sinks = hot[:sink]
-        self.int2_sink_reads += sinks.numel() - int(sinks.sum())
+    def move(self, device: torch.device) -> None:
+        """To the device that counts."""
+        self.reads = self.reads.to(device)
+        self.saturated_rows = self.saturated_rows.to(device)
 
 
 class OscarRuntime:
@@ -159,7 +153,7 @@ class OscarRuntime:
         wanted = requests * contract.slots_per_request
         floor = requests * contract.floor_slots_per_request(self.decode_threshold)
         self.num_slots = min(wanted, affordable)
-        self.counters.saturated_rows = self.counters.saturated_rows.to(device)
+        self.counters.move(device)
         if self.num_slots < floor:
             enough = 1.05 * floor * slot_bytes / max(memory, 1)
             remedy = f"raise pool_share to {enough:.2g} in the oscar options" if enough < 0.5 else "give it more memory"
@@ -277,18 +271,19 @@ class OscarRuntime:
         return self._named(self._counts())
 
     def _counts(self) -> torch.Tensor:
-        """int64 (5,) on the device: what `_named` takes."""
+        """int64 (8,) on the device: what `_named` takes."""
         tables = list(self._tables.values())
         used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).sum()
         window = torch.stack([table.limits[1] for table in tables]).amin()
         evicted = torch.cat([table.evictions for table in tables]).sum()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
-        saturated = self.counters.saturated_rows[0].to(used.device)
-        return torch.stack([used, window.long(), evicted, shrunk, saturated])
+        return torch.cat(
+            [torch.stack([used, window.long(), evicted, shrunk]), self.counters.saturated_rows, self.counters.reads]
+        )
 
     def _named(self, counts: torch.Tensor) -> dict[str, int]:
-        used, window, evicted, shrunk, saturated = counts.tolist()
-        statistics = {
+        used, window, evicted, shrunk, saturated, bf16, int2, int2_sinks = counts.tolist()
+        return {
             "pool_blocks": self.num_slots,
             "pool_bytes": self.pool_bytes,
             "used_blocks": used,
@@ -296,14 +291,10 @@ class OscarRuntime:
             "evicted_blocks": evicted,
             "shrunk_steps": shrunk,
             "saturated_rows": saturated,
+            "int2_reads": int2,
+            "bf16_reads": bf16,
+            "int2_sink_reads": int2_sinks,
         }
-        if not current_platform.is_cuda():  # counting would cost the kernels time
-            statistics |= {
-                "int2_reads": self.counters.int2_reads,
-                "bf16_reads": self.counters.bf16_reads,
-                "int2_sink_reads": self.counters.int2_sink_reads,
-            }
-        return statistics
 
 
 _SHRUNK = (

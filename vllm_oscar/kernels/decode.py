@@ -26,6 +26,7 @@ from vllm_oscar.kernels import merge as merging
 from vllm_oscar.kernels import prepare as preparing
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
+from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, programs_per_wave, tile_tokens
 from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
 from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
@@ -550,6 +551,7 @@ def decode_attention(
     sliding_window: int | None,
     workspace: DecodeWorkspace,
     out: torch.Tensor,
+    reads: ReadCounter | None = None,
     behind_write: bool = False,
 ) -> None:
     """Attention of a decode batch, every token of it stored; the same semantics as `attention.attend`.
@@ -566,6 +568,7 @@ def decode_attention(
         scale: softmax scale
         soft_cap: 0 for none
         out: like query
+        reads: where the layer counts
         behind_write: see `prepare`
     """
     heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
@@ -577,7 +580,7 @@ def decode_attention(
     prepare(
         query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles), soft_cap > 0, words,
         layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
-        behind_write,
+        sliding_window, reads, behind_write,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
     _decode[(heads * tiles, segments.table.shape[0])](

@@ -18,6 +18,7 @@ import triton.language as tl
 from vllm_oscar.hot_pool import HotPool, SlotTable
 from vllm_oscar.kernels.encode import sanitised
 from vllm_oscar.kernels.product import product
+from vllm_oscar.kernels.reads import ReadCounter, add_reads
 from vllm_oscar.kernels.turning import add_waves, depth, load_vectors, wave_tables, waves
 from vllm_oscar.kernels.write import dot_depth
 from vllm_oscar.page_layout import PageLayout
@@ -165,11 +166,12 @@ class RestoreTables:
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _restore(
-    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, step, vectors, inverse, out,
+    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, step, vectors, inverse, out, reads,
     key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot, word_head,
     table_stride, out_which, out_token, out_head,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
-    META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr,
+    META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, LAYERS: tl.constexpr,
+    SINK: tl.constexpr,
 ):  # fmt: skip
     """grid (tiles, heads, 2): keys or values of up to _TILE tokens of one head."""
     h = tl.program_id(1)
@@ -213,6 +215,13 @@ def _restore(
             shift = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
             mine = (d // SIZE == g % GROUPS)[None, :]
             y = tl.where(mine, code * scale[:, None] + shift[:, None], y)
+    if LAYERS and which == 0:
+        sink = at < SINK
+        read = stored & (block > 0)  # requests that are made up to warm up have nothing but vLLM's null block
+        add_reads(
+            reads, tl.sum((read & hot).to(tl.int32), 0), tl.sum(read.to(tl.int32), 0),
+            tl.sum((read & hot & sink).to(tl.int32), 0), tl.sum((read & sink).to(tl.int32), 0), LAYERS,
+        )  # fmt: skip
     copy = rows + slot * row_slot + h * row_head + (which * P + offset) * D
     kept = tl.load(copy[:, None] + d[None, :], mask=hot[:, None] & real[None, :], other=0.0).to(tl.float32)
     y = tl.where(real[None, :], tl.where(hot[:, None], kept, y), 0.0).to(out.dtype.element_ty)
@@ -249,6 +258,7 @@ def restore(
     block_table: torch.Tensor,
     tables: RestoreTables,
     out: torch.Tensor,
+    reads: ReadCounter | None = None,
 ) -> None:
     """Fill the workspace for a call.
 
@@ -257,16 +267,19 @@ def restore(
         pages: uint8 (blocks, heads, >= head_bytes)
         block_table: int32 (requests, blocks), the whole batch's
         out: run dtype (2, capacity, heads, D), keys and values
+        reads: where the layer counts
     """
     heads, size = key.shape[1:]
     rows, words = pool.rows, pool.words
     _restore[(call.tiles.shape[0], heads, 2)](
         call.tiles, key, value, pages, rows, words, table.slot_of_block, table.limits, block_table,
         tables.mean, tables.step, tables.vectors, tables.inverse, out,
+        reads.counts if reads else None,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         rows.stride(0), rows.stride(1), words.stride(0), words.stride(1), block_table.stride(0),
         out.stride(0), out.stride(1), out.stride(2),
         D=size, D_PAD=triton.next_power_of_2(size), P=layout.block_size, GROUPS=layout.groups,
         VALUE_CODES=layout.value_codes_offset, META=layout.meta_offset, META_BYTES=layout.meta_bytes,
-        DEPTH=depth(tables.step is not None), N=dot_depth(size), num_warps=4 if size <= 128 else 8,
+        DEPTH=depth(tables.step is not None), N=dot_depth(size),
+        LAYERS=reads.layers if reads else 0, SINK=table.contract.sink, num_warps=4 if size <= 128 else 8,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import triton.language as tl
 from vllm_oscar.hot_pool import HotPool, SlotTable
 from vllm_oscar.kernels.history import Call, RestoreTables, restore
 from vllm_oscar.kernels.product import product
+from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.page_layout import PageLayout
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -240,6 +241,7 @@ def prefill(
     soft_cap: float = 0.0,
     sliding_window: int | None = None,
     run: Attention = attention,
+    reads: ReadCounter | None = None,
 ) -> None:
     """Attention of a step's prefilling requests.
 
@@ -247,9 +249,10 @@ def prefill(
         query, key, value: run dtype (tokens, heads, D), the whole step's, with raw keys and values
         calls: see history.plan
         out: (tokens, query heads, D); the rows of the calls' queries are written
+        reads: where the layer counts
     """
     for call in calls:
-        restore(call, key, value, pages, layout, pool, table, block_table, tables, workspace.restored)
+        restore(call, key, value, pages, layout, pool, table, block_table, tables, workspace.restored, reads)
         asked = slice(call.first_query, call.last_query)
         count = call.last_query - call.first_query
         keys, values = workspace.restored

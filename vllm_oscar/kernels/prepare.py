@@ -21,6 +21,7 @@ import triton.language as tl
 
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels.dependent import supported, wait
+from vllm_oscar.kernels.reads import ReadCounter, add_reads
 from vllm_oscar.kernels.segments import tile_tokens
 from vllm_oscar.kernels.turning import depth, load_vectors
 from vllm_oscar.kernels.unpack import POSITIONS, weight_exponent
@@ -106,10 +107,11 @@ def _fold(
 
 @triton.jit
 def _find_copies(
-    pages32, words, slot_of_block, limits, table, length, copies, first, head,
+    pages32, words, slot_of_block, limits, table, length, copies, reads, first, head,
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
     Q_LEN: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr,
-    WINDOW: tl.constexpr, CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, LAYERS: tl.constexpr,
+    SINK: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Entries from `first` on of one sequence and head: a copy counts if the contract names its token and its words
     are the page's."""
@@ -127,18 +129,30 @@ def _find_copies(
     for w in tl.static_range(2 * GROUPS):
         proven = proven & (tl.load(page + w, mask=kept, other=0) == tl.load(proof + w, mask=kept, other=0))
     tl.store(copies + i, tl.where(proven, slot, -1), mask=i < CAPACITY)
+    if LAYERS:
+        start = 0
+        if SLIDING_WINDOW:
+            start = tl.maximum(length - Q_LEN + 1 - SLIDING_WINDOW, 0)
+        # requests that vLLM makes up, to warm up or to capture a graph, have nothing but its null block
+        real = tl.load(table + tl.maximum(length - 1, 0) // P) > 0
+        stored = tl.where(real & (first == 0), length - start, 0)
+        sinks = tl.maximum(tl.minimum(stored, SINK - start), 0)
+        once = (i < SINKS) | (token >= SINKS)  # tokens of both parts have an entry in each
+        copied = (real & proven & once & (token >= start)).to(tl.int32)
+        copied_sinks = tl.where(token < SINK, copied, 0)
+        add_reads(reads, tl.sum(copied, 0), stored, tl.sum(copied_sinks, 0), sinks, LAYERS)
 
 
 @triton.jit(do_not_specialize=["seqs", "table_stride"])
 def _prepare(
     query, inverse, mean, vectors, folded, sums, seqs, scale, stride_token, stride_head,
-    pages32, words, slot_of_block, limits, block_table, seq_lens, copies,
+    pages32, words, slot_of_block, limits, block_table, seq_lens, copies, reads,
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride, table_stride,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
     CHUNK: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-    launch_pdl: tl.constexpr,
+    LAYERS: tl.constexpr, SINK: tl.constexpr, SLIDING_WINDOW: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """The first programs fold, the others look for copies, which may have been written just now."""
     program, head = tl.program_id(0), tl.program_id(1)
@@ -155,9 +169,9 @@ def _prepare(
         seq = (program - folding) // chunks
         _find_copies(
             pages32, words, slot_of_block, limits, block_table + seq.to(tl.int64) * table_stride,
-            tl.load(seq_lens + seq), copies + (seq * HEADS + head) * CAPACITY, (program - folding) % chunks * TOKENS,
-            head, page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
-            Q_LEN, GROUPS, P, META, SINKS, WINDOW, CAPACITY, T, TOKENS,
+            tl.load(seq_lens + seq), copies + (seq * HEADS + head) * CAPACITY, reads,
+            (program - folding) % chunks * TOKENS, head, page_block_stride, page_head_stride, words_slot_stride,
+            words_head_stride, Q_LEN, GROUPS, P, META, SINKS, WINDOW, CAPACITY, T, TOKENS, LAYERS, SINK, SLIDING_WINDOW,
         )  # fmt: skip
 
 
@@ -190,7 +204,9 @@ def prepare(
     folded: torch.Tensor,
     sums: torch.Tensor,
     copies: torch.Tensor,
-    behind_write: bool,
+    sliding_window: int | None = None,
+    reads: ReadCounter | None = None,
+    behind_write: bool = False,
 ) -> None:
     """Fill `folded`, `sums` and `copies` (see above).
 
@@ -202,6 +218,8 @@ def prepare(
         tile: (N, tiles), see `column_tiles`
         constant: whether a q . m_K is needed
         pages: int32 (blocks, KV heads, words)
+        sliding_window: tokens behind it are not counted
+        reads: where the layer counts
         behind_write: whether `query` was complete before this layer's `write`, and nothing was launched since
     """
     heads, seqs = pages.shape[1], seq_lens.shape[0]
@@ -212,11 +230,14 @@ def prepare(
     _prepare[(programs, heads)](
         query, inverse, mean, vectors, folded, sums, seqs, scale, query.stride(0), query.stride(1),
         pages, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, copies,
+        reads.counts if reads else None,
         pages.stride(0), pages.stride(1), pool.words.stride(0), pool.words.stride(1), block_table.stride(0),
         HEADS=heads, RATIO=query.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n,
         D=layout.head_size, DP=triton.next_power_of_2(layout.head_size), GROUPS=layout.groups, SEQS=share,
         CONSTANT=constant, CHUNK=_CHUNK, P=layout.block_size, META=layout.meta_offset,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), TOKENS=tokens, DEPTH=depth(vectors is not None),
+        LAYERS=reads.layers if reads else 0, SINK=table.contract.sink,
+        SLIDING_WINDOW=(sliding_window or 0) if reads else 0,  # else one variant serves layers with and without
         launch_pdl=behind_write and supported(query.device), num_warps=4,
     )  # fmt: skip
