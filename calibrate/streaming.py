@@ -64,7 +64,7 @@ class Model:
 
     @contextmanager
     def resident(self, index: int) -> Iterator[nn.Module]:
-        """One layer with its parameters; they are dropped afterwards where they came from disk."""
+        """One layer with its parameters, once: what came from disk is dropped afterwards and cannot be read again."""
         layer = self.layers[index]
         offloaded = any(parameter.is_meta for parameter in layer.parameters())
         if offloaded:
