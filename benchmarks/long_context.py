@@ -44,7 +44,7 @@ def main() -> None:
             recipe = Recipe.of("aware", per="head", group_size=fingerprint.head_size, context=context)
             with Model.opened(options.model, torch.device("cpu"), None) as opened:
                 made = calibrate(opened, fingerprint, data, recipe, SINK, WINDOW, 4, Path(folder) / "state")
-            turning = sum(layer.key.frequency is not None for layer in made.layers.values())
+            turning = sum(layer.key.turning is not None for layer in made.layers.values())
             caches[f"calibrated for {context:,}, {turning} layers turn"] = cache_of(made)
     for text in options.data:
         for context in options.contexts:

@@ -8,6 +8,7 @@ import torch
 
 from vllm_oscar.rotation import grouped_hadamard
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
+from vllm_oscar.turning import TurningMean
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -100,7 +101,7 @@ def random_sidecar(folder: Path, turning: int = 0) -> Path:
     moving = key
     if turning:
         vectors = 3 * random(heads, turning, 2, size) / turning**0.5
-        moving = replace(key, frequency=torch.logspace(0, -3, turning), turning=vectors.float())
+        moving = replace(key, turning=TurningMean(torch.logspace(0, -3, turning), vectors.float()))
     layers = {i: LayerCalibration((key, moving)[i % 2], value) for i in range(fingerprint.num_layers)}
     path = folder / "oscar" / "random.safetensors"
     Sidecar(layers, fingerprint, "aware", size, 64, 256).save(path)

@@ -52,7 +52,7 @@ def turning_mean(heads: int, head_size: int, pairs: int, size: float, generator:
     device = generator.device
     frequency = torch.logspace(0, -4, pairs, device=device)
     vectors = torch.randn(heads, pairs, 2, head_size, generator=generator, device=device)
-    return TurningMean.of(frequency, size / pairs**0.5 * vectors)
+    return TurningMean(frequency, size / pairs**0.5 * vectors)
 
 
 def strided_pages(layout: PageLayout, blocks: int, heads: int, order: str, device: torch.device) -> torch.Tensor:

@@ -23,22 +23,10 @@ from torch import nn
 
 from vllm_oscar.calibrate.statistics import LayerStatistics
 from vllm_oscar.sidecar import MAX_TURNING_PAIRS
+from vllm_oscar.turning import TurningMean
 
 _LENGTHS = 32  # of contexts, that stand for all
 PAYS = 1.0  # what is left of a pair, in units of the variance of all else in the row; measured, docs/quality.md
-
-
-@dataclass(frozen=True)
-class Turning:
-    """A mean that turns, as a sidecar holds it.
-
-    Attributes:
-        frequency: float32 (pairs,), radians a token
-        vectors: float64 (heads, pairs, 2, D), of cosine and sine
-    """
-
-    frequency: torch.Tensor
-    vectors: torch.Tensor
 
 
 def rope_frequencies(decoder: nn.Module, options: Mapping[str, Any]) -> torch.Tensor | None:
@@ -79,7 +67,7 @@ class Moments:
     mean: torch.Tensor
     covariance: torch.Tensor
     error: torch.Tensor
-    turning: Turning | None
+    turning: TurningMean | None
 
 
 def key_moments(statistics: LayerStatistics, context: int, pairs: int = MAX_TURNING_PAIRS) -> Moments:
@@ -102,7 +90,7 @@ def key_moments(statistics: LayerStatistics, context: int, pairs: int = MAX_TURN
     return Moments(mean, second - mean[..., :, None] * mean[..., None, :], rope.averaged_moment(error), turning)
 
 
-def key_mean(statistics: LayerStatistics, context: int, turning: Turning | None) -> torch.Tensor:
+def key_mean(statistics: LayerStatistics, context: int, turning: TurningMean | None) -> torch.Tensor:
     """What `key_moments` has for the mean where that much of it turns, float64 (heads, D)."""
     mean, _ = statistics.mean_and_covariance("key", turning)
     return _Rope.of(statistics, context).averaged_mean(mean) if "frequency" in statistics.tensors else mean
@@ -148,17 +136,17 @@ class _Rope:
         vectors[:, pair, 1, self.first], vectors[:, pair, 1, self.second] = -c2, c1
         return vectors
 
-    def turning(self, statistics: LayerStatistics, pairs: int) -> Turning | None:
+    def turning(self, statistics: LayerStatistics, pairs: int) -> TurningMean | None:
         """The pairs of whose mean most is left, if it pays."""
         vectors = self._before(statistics)
-        _, covariance = statistics.mean_and_covariance("key", Turning(self.frequency, vectors))
+        _, covariance = statistics.mean_and_covariance("key", TurningMean(self.frequency, vectors))
         rest = covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
         stays = _mean_wave(self.frequency.double(), self.lengths).abs().square()
         left = vectors[:, :, 0].square().sum(-1) * (1 - stays)  # |c|^2 is in the cosine's vector alone
         ratio = (left / rest[:, None]).nan_to_num(0.0).amax(0)
         best = ratio.topk(min(pairs, len(ratio)))
         chosen = best.indices[best.values > PAYS].sort().values
-        return Turning(self.frequency[chosen], vectors[:, chosen]) if len(chosen) else None
+        return TurningMean(self.frequency[chosen], vectors[:, chosen]) if len(chosen) else None
 
     def averaged_mean(self, mean: torch.Tensor) -> torch.Tensor:
         """A mean (heads, D) of rows that are turned by every shift."""

@@ -132,8 +132,7 @@ def _aware(moments: Moments, recipe: Recipe, letter: str) -> tuple[TensorCalibra
         transform=transform.float(),
         metric=gram.float() if metric else None,
         spectrum=spectrum.float(),
-        frequency=turning.frequency if turning else None,
-        turning=turning.vectors.float() if turning else None,
+        turning=turning and replace(turning, vectors=turning.vectors.float()),
         **settings,
     )
     return calibration, (~known).nonzero()[:, 0].tolist()

@@ -1,14 +1,11 @@
 """Sums over tokens that rotations are made from: docs/maths.md has the formulas. All float64, per KV head."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from vllm_oscar.calibrate.capture import Attention, exact
-
-if TYPE_CHECKING:
-    from vllm_oscar.calibrate.rope import Turning
+from vllm_oscar.turning import TurningMean
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class LayerStatistics:
         self._add("wave_second", weighted.mT @ waves)
         self._add("wave_key", weighted.mT @ rows)
 
-    def mean_and_covariance(self, name: str, turning: "Turning | None" = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def mean_and_covariance(self, name: str, turning: TurningMean | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted mean (heads, D) and covariance (heads, D, D) of "key" or "value"; NaN for heads without weight.
 
         Args:

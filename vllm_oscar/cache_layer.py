@@ -19,7 +19,6 @@ from vllm_oscar.quantizer import (
 )
 from vllm_oscar.rotation import Transform
 from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
-from vllm_oscar.turning import TurningMean
 
 LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder does (docs/quality.md)
 
@@ -67,12 +66,8 @@ class RowCodec:
                     "leave the option out, or use 'ls'"
                 )
             metric = Metric.of(calibration.metric)
-        turning = None
-        if calibration.turning is not None:
-            assert calibration.frequency is not None
-            turning = TurningMean.of(calibration.frequency, calibration.turning)
         return cls(
-            Transform.rounded(calibration.mean, calibration.transform, dtype, turning),
+            Transform.rounded(calibration.mean, calibration.transform, dtype, calibration.turning),
             encoder,
             group_size,
             gain,

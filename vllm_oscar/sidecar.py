@@ -31,6 +31,7 @@ from vllm_oscar.errors import (
     UnsupportedError,
 )
 from vllm_oscar.rotation import MAX_CONDITION, grouped_hadamard
+from vllm_oscar.turning import TurningMean
 
 FORMAT_VERSION = 1
 METADATA_KEY = "vllm_oscar"
@@ -44,7 +45,7 @@ ORTHOGONAL_TOLERANCE = 1e-4  # of |T'T - I|, largest element; fp32 rotations sta
 METRIC_ASYMMETRY = 1e-5  # of |G - G'| relative to |G|, largest elements
 MAX_TURNING_PAIRS = 8  # of a layer: what the attention kernel adds to a logit is a product of that depth
 
-_KINDS = ("mean", "transform", "metric", "spectrum", "frequency", "turning")  # of tensors in the file
+_KINDS = ("mean", "transform", "metric", "spectrum")  # of tensors in the file, besides the two of a mean that turns
 _OF_TRANSFORMS = ("transform", "metric", "spectrum")  # one for all heads where `per` is "layer"
 
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+")  # a hub model's folder in Hugging Face's cache
@@ -138,8 +139,7 @@ class TensorCalibration:
         clip: share of a row's magnitudes that `minmax` keeps exactly; 1: no clip
         metric: G, float32 (heads, D, D), what the `metric` encoder minimises; None for the others
         spectrum: float32 (heads, D), for inspection: eigenvalues of the covariance that T was made from
-        frequency: float32 (pairs,), radians a token, of the RoPE pairs whose mean turns with the position; None: none
-        turning: float32 (heads, pairs, 2, D), what the mean has of the cosine and the sine of their angles
+        turning: what the keys' mean has besides `mean`, vectors in float32; None: nothing
     """
 
     mean: torch.Tensor
@@ -149,20 +149,20 @@ class TensorCalibration:
     clip: float = 1.0
     metric: torch.Tensor | None = None
     spectrum: torch.Tensor | None = None
-    frequency: torch.Tensor | None = None
-    turning: torch.Tensor | None = None
+    turning: TurningMean | None = None
 
     def shard(self, start: int, stop: int, device: torch.device | None = None) -> "TensorCalibration":
         """KV heads start to stop - 1, on a device."""
         parts: dict[str, Any] = {
-            name: (tensor if name == "frequency" else tensor[start:stop]).to(device)
-            for name, tensor in self.named().items()
+            name: tensor[start:stop].to(device) for name, tensor in self.named().items() if name in _KINDS
         }
-        return replace(self, **parts)
+        return replace(self, **parts, turning=self.turning and self.turning.shard(start, stop, device))
 
     def named(self) -> dict[str, torch.Tensor]:
         """The tensors that exist, by their name in the file."""
         tensors = {name: getattr(self, name) for name in _KINDS}
+        if self.turning:
+            tensors |= {"frequency": self.turning.frequency, "turning": self.turning.vectors}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -425,12 +425,11 @@ class _Description:
 
         def calibration(tensor: str) -> TensorCalibration:
             encoder, gain, clip = self.encoders[tensor]
-            kinds = {
-                kind: tensors[name] if kind == "frequency" else tensors[name].expand(heads, *tensors[name].shape[1:])
-                for kind in _KINDS
-                if (name := f"layers.{tensor}.{kind}") in tensors
-            }
-            return TensorCalibration(encoder=encoder, gain=gain, clip=clip, **kinds)
+            kinds = (*_KINDS, "frequency", "turning")
+            own = {kind: tensors[name] for kind in kinds if (name := f"layers.{tensor}.{kind}") in tensors}
+            turning = TurningMean(own.pop("frequency"), own.pop("turning")) if "turning" in own else None
+            per_head = {kind: part.expand(heads, *part.shape[1:]) for kind, part in own.items()}
+            return TensorCalibration(encoder=encoder, gain=gain, clip=clip, turning=turning, **per_head)
 
         loaded = Sidecar(
             layers={i: LayerCalibration(calibration(f"{i}.k"), calibration(f"{i}.v")) for i in self.present},

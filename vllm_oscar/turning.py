@@ -8,6 +8,7 @@ formulas.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -22,18 +23,21 @@ class TurningMean:
     a token inside the tile then has exactly the angle of the token's position, at any context length.
 
     Attributes:
-        step: int64 (pairs,), units that a pair turns a token
-        vectors: float32 (heads, pairs, 2, D)
+        frequency: w, float32 (pairs,), radians a token
+        vectors: float32 (heads, pairs, 2, D); float64 in calibration, which makes them
     """
 
-    step: torch.Tensor
+    frequency: torch.Tensor
     vectors: torch.Tensor
 
-    @classmethod
-    def of(cls, frequency: torch.Tensor, vectors: torch.Tensor) -> "TurningMean":
-        """From what a sidecar holds: frequencies w in radians a token, float32 (pairs,)."""
-        step = (frequency.double() * (TURN / (2 * math.pi))).round().long()
-        return cls(step, vectors.float())
+    @cached_property
+    def step(self) -> torch.Tensor:
+        """int64 (pairs,), units that a pair turns a token."""
+        return (self.frequency.double() * (TURN / (2 * math.pi))).round().long()
+
+    def shard(self, start: int, stop: int, device: torch.device | None) -> "TurningMean":
+        """KV heads start to stop - 1, on a device."""
+        return TurningMean(self.frequency.to(device), self.vectors[start:stop].to(device))
 
     def waves(self, position: torch.Tensor) -> torch.Tensor:
         """cos and sin of each pair's angle, float32 (tokens, pairs, 2), at int64 positions (tokens,)."""

@@ -10,12 +10,13 @@ transformers = pytest.importorskip("transformers")
 
 from vllm_oscar.cache_layer import RowCodec  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output  # noqa: E402
-from vllm_oscar.calibrate.rope import Turning, key_mean, key_moments, rope_frequencies  # noqa: E402
+from vllm_oscar.calibrate.rope import key_mean, key_moments, rope_frequencies  # noqa: E402
 from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
 from vllm_oscar.calibrate.streaming import Model, _record  # noqa: E402
 from vllm_oscar.quantizer import FP16_MAX, decode  # noqa: E402
 from vllm_oscar.sidecar import TensorCalibration  # noqa: E402
+from vllm_oscar.turning import TurningMean  # noqa: E402
 
 HEADS, SIZE, TOKENS, PAIRS = 2, 64, 384, 32
 FREQUENCY = 10000.0 ** (-torch.arange(PAIRS, dtype=torch.float32) / PAIRS)
@@ -95,7 +96,7 @@ def test_moments_are_those_of_rows_without_what_turns() -> None:
     call = attention(planted(3))
     sums = statistics(call)
     generator = torch.Generator().manual_seed(5)
-    turning = Turning(FREQUENCY[[3, 7]], torch.randn(HEADS, 2, 2, SIZE, generator=generator, dtype=torch.float64))
+    turning = TurningMean(FREQUENCY[[3, 7]], torch.randn(HEADS, 2, 2, SIZE, generator=generator, dtype=torch.float64))
     mean, covariance = sums.mean_and_covariance("key", turning)
 
     angle = torch.arange(TOKENS)[:, None] * FREQUENCY[[3, 7]].double()

@@ -23,6 +23,7 @@ from vllm_oscar.sidecar import (
     cached_path,
     find_sidecar,
 )
+from vllm_oscar.turning import TurningMean
 
 FINGERPRINT = ModelFingerprint("llama", 2, 4, 2, 64, {"rope_type": "default", "rope_theta": 1e4})
 
@@ -447,11 +448,9 @@ def turning(fingerprint: ModelFingerprint = FINGERPRINT, pairs: int = 3, **chang
     """Layer 1's keys have a mean that turns."""
     plain = make(fingerprint, **changes)
     generator = torch.Generator().manual_seed(7)
-    key = replace(
-        plain.layers[1].key,
-        frequency=torch.rand(pairs, generator=generator),
-        turning=torch.randn(fingerprint.num_kv_heads, pairs, 2, fingerprint.head_size, generator=generator),
-    )
+    frequency = torch.rand(pairs, generator=generator)
+    vectors = torch.randn(fingerprint.num_kv_heads, pairs, 2, fingerprint.head_size, generator=generator)
+    key = replace(plain.layers[1].key, turning=TurningMean(frequency, vectors))
     return replace(plain, layers=plain.layers | {1: replace(plain.layers[1], key=key)})
 
 

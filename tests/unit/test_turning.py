@@ -15,7 +15,7 @@ FREQUENCY = torch.tensor([1.0, 0.0749894, 1.3e-4])  # radians a token
 
 def turning(magnitude: float = 50.0) -> TurningMean:
     generator = torch.Generator().manual_seed(1)
-    return TurningMean.of(FREQUENCY, magnitude * torch.randn(HEADS, 3, 2, SIZE, generator=generator))
+    return TurningMean(FREQUENCY, magnitude * torch.randn(HEADS, 3, 2, SIZE, generator=generator))
 
 
 def transform(mean: TurningMean | None) -> Transform:

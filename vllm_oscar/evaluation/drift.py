@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from vllm_oscar.calibrate.rope import Turning, key_mean
-from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
+from vllm_oscar.calibrate.rope import key_mean
+from vllm_oscar.calibrate.statistics import FarSet
 from vllm_oscar.calibrate.streaming import Model, State, collect
 from vllm_oscar.sidecar import Sidecar, TensorCalibration
 
@@ -82,7 +82,7 @@ def drifts(model: str, sidecar: Sidecar, texts: Mapping[str, torch.Tensor]) -> l
         keys, values = (
             torch.cat(moved)
             for moved in (
-                [_moved(_key_mean(layers[i], own.key, context), own.key) for i, own in sidecar.layers.items()],
+                [_moved(key_mean(layers[i], context, own.key.turning), own.key) for i, own in sidecar.layers.items()],
                 [_moved(layers[i].mean_and_covariance("value")[0], own.value) for i, own in sidecar.layers.items()],
             )
         )
@@ -97,11 +97,3 @@ def _moved(mean: torch.Tensor, calibration: TensorCalibration) -> torch.Tensor:
     """Of each head, float64 (heads,); NaN for heads that read no INT2."""
     way = torch.einsum("hd,hde->he", mean.cpu() - calibration.mean.double(), calibration.transform.double())
     return way.square().mean(-1)
-
-
-def _key_mean(statistics: LayerStatistics, own: TensorCalibration, context: int) -> torch.Tensor:
-    """The text's mean with what turns in the sidecar's taken off, over the contexts that it was made for."""
-    turning = None
-    if own.frequency is not None and own.turning is not None:
-        turning = Turning(own.frequency, own.turning)
-    return key_mean(statistics, context, turning)

@@ -63,7 +63,7 @@ class Row:
             calibration.clip,
             float(torch.linalg.cond(calibration.transform.double()).max()),
             float(calibration.mean.norm(dim=-1).max()),
-            0 if calibration.frequency is None else len(calibration.frequency),
+            len(calibration.turning.frequency) if calibration.turning else 0,
             first,
             directions,
         )
