@@ -287,6 +287,13 @@ def test_int4_mixes_before_it_rounds() -> None:
     assert 0.005 < error < 0.02  # range of 64 normals is about 4.7: (4.7 / 15)^2 / 12 = 0.008
 
 
+@pytest.mark.parametrize("codec", [Kivi(32), RotatedInt4()])
+def test_codecs_work_where_the_rows_are(codec: Kivi | RotatedInt4) -> None:
+    rows = torch.empty(32, 2, 64, device="meta")
+    for stored in (codec.keys(rows), codec.values(rows)):
+        assert (stored.device, stored.shape) == (rows.device, rows.shape)
+
+
 class Doubling:
     """A codec that shows where it was used."""
 

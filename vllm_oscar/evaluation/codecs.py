@@ -85,7 +85,7 @@ class RotatedInt4:
         return 4 + _PAIR / head_size
 
     def keys(self, rows: torch.Tensor) -> torch.Tensor:
-        mixing = hadamard(rows.shape[-1]).float()
+        mixing = hadamard(rows.shape[-1]).to(rows)
         return min_max(rows @ mixing, 4) @ mixing.mT
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
