@@ -1,6 +1,7 @@
 """Keys with large biases, as Qwen2 has them: SmolLM2 with a bias on some RoPE pairs, emulated or as a Qwen2 folder.
 
     python -m benchmarks.key_bias MODEL                      a table of variants, emulated
+    python -m benchmarks.key_bias MODEL --engine             the same through vLLM
     python -m benchmarks.key_bias MODEL --write FOLDER [--pairs 31 20 8]     for `oscar calibrate` and `oscar eval`
 
 The bias b is MAGNITUDE times the rms of the head's key channels, with random signs, on both channels of the named pairs
@@ -8,6 +9,9 @@ The bias b is MAGNITUDE times the rms of the head's key channels, with random si
 q meets has RoPE(b, position) taken off again: the model is SmolLM2 still, and only storing the keys becomes harder.
 `constant` has a constant mean, the default takes off what turns (calibrate.rope), and `subtracted` stores k itself, as
 a cache would that knows b and holds K - RoPE(b, position).
+
+Through vLLM, the sidecar makes the difference: y = (k + RoPE(b, t) - m - m(t)) T is what a cache stores of the keys k
+whose mean turns as m(t) - RoPE(b, t), and adding q . (m(t) - RoPE(b, t)) to the logit is what takes the bias off again.
 
 A folder cannot take the bias off the logits. Its queries are divided by MAGNITUDE on these pairs instead, so that
 the pair's part of a logit keeps its size; this is another model, with a perplexity of its own.
@@ -26,8 +30,11 @@ from vllm_oscar.calibrate.capture import Attention, capturing
 from vllm_oscar.calibrate.data import open_corpus, sequences
 from vllm_oscar.calibrate.solve import Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
+from vllm_oscar.evaluation.measure import measure as measure_engine
+from vllm_oscar.evaluation.methods import Method
 from vllm_oscar.evaluation.windows import held_out
-from vllm_oscar.sidecar import MAX_TURNING_PAIRS, ModelFingerprint, Sidecar
+from vllm_oscar.sidecar import MAX_TURNING_PAIRS, LayerCalibration, ModelFingerprint, Sidecar
+from vllm_oscar.turning import TurningMean
 
 MAGNITUDE = 50.0
 SINK, WINDOW, CONTEXT = 64, 256, 2048
@@ -97,12 +104,38 @@ def rotated(model: Any, bias: torch.Tensor) -> torch.Tensor:
     return apply_rotary_pos_emb(rows, rows, cos, sin)[0][0]
 
 
-def emulate(model: Any, tokenizer: Any, windows: int, count: int) -> None:
-    """Print the table."""
+def unbiased(calibrated: Sidecar, bias: Biases, frequency: torch.Tensor) -> Sidecar:
+    """The sidecar that does to plain keys what `calibrated` does to biased ones (see above).
+
+    Args:
+        frequency: float32 (pairs,), radians a token of the model's RoPE
+    """
+
+    def without(layer: LayerCalibration, b: torch.Tensor) -> LayerCalibration:
+        half = b.shape[-1] // 2
+        own = layer.key.turning or TurningMean(torch.empty(0), torch.empty(len(b), 0, 2, 2 * half))
+        vectors = dict(zip(own.frequency.tolist(), own.vectors.unbind(1), strict=True))
+        for pair in b[:, :half].any(0).nonzero()[:, 0].tolist():
+            first, second = b[:, pair], b[:, pair + half]
+            turned = torch.zeros(len(b), 2, 2 * half)  # RoPE(b, t), on cos and on sin
+            turned[:, 0, pair], turned[:, 0, pair + half] = first, second
+            turned[:, 1, pair], turned[:, 1, pair + half] = -second, first
+            w = float(frequency[pair])
+            vectors[w] = vectors.get(w, torch.zeros_like(turned)) - turned
+        turning = TurningMean(torch.tensor(list(vectors)), torch.stack(list(vectors.values()), 1))
+        return replace(layer, key=replace(layer.key, turning=turning))
+
+    pairs = zip(calibrated.layers.items(), bias, strict=True)
+    return replace(calibrated, layers={index: without(layer, b) for (index, layer), b in pairs})
+
+
+def compare(model: Any, tokenizer: Any, windows: int, count: int, name: str | None) -> None:
+    """Print the table; name: of the model's folder, to run it through vLLM."""
     ids = sequences(open_corpus(None, tokenizer), tokenizer, count, CONTEXT, 0).ids
-    turned = {name: [rotated(model, b) for b in biases(model, ids, pairs)] for name, pairs in PAIRS.items()}
+    made = {kind: biases(model, ids, pairs) for kind, pairs in PAIRS.items()}
+    turned = {kind: [rotated(model, b) for b in bias] for kind, bias in made.items()}
     layers = range(model.config.num_hidden_layers)
-    sums = [BiasedStatistics({name: by_layer[layer] for name, by_layer in turned.items()}) for layer in layers]
+    sums = [BiasedStatistics({kind: by_layer[layer] for kind, by_layer in turned.items()}) for layer in layers]
     frequency = model.get_decoder().rotary_emb.inv_freq.float()
     for layer, attention in observed(model, ids):
         sums[layer].add(attention, FarSet(SINK, WINDOW), frequency)
@@ -117,17 +150,27 @@ def emulate(model: Any, tokenizer: Any, windows: int, count: int) -> None:
     plain = sidecar(list(sums))
     text = held_out(tokenizer, "prose", windows, CONTEXT)
     print(f"prose, {windows} windows, bias {MAGNITUDE:g} x rms, calibrated on {len(ids)} sequences\n{HEAD}", flush=True)
-    for name, by_layer in turned.items():
-        biased = [one.with_bias(name) for one in sums]
+    if name:
+        methods = [Method.of_sidecar("no bias", plain)]
+        for kind, bias in made.items():
+            biased = [one.with_bias(kind) for one in sums]
+            for label, most in (("constant", 0), ("the default", MAX_TURNING_PAIRS)):
+                seen = unbiased(sidecar(biased, most), bias, frequency)
+                methods.append(Method.of_sidecar(f"{kind}: {label}", seen))
+        for run in measure_engine(name, methods, {"prose": text}):
+            print(line(run.method, {k: v for k, v in vars(run).items() if isinstance(v, float)}), flush=True)
+        return
+    for kind, by_layer in turned.items():
+        biased = [one.with_bias(kind) for one in sums]
 
         def biased_keys(pairs: int, biased: list[LayerStatistics] = biased, by_layer: Biases = by_layer) -> Storage:
             own = Stored(sidecar(biased, pairs), "k")
             return lambda layer, key: own(layer, (key + by_layer[layer]).bfloat16().float()) - by_layer[layer]
 
         caches = {
-            f"{name}: constant": Cache(biased_keys(0), Stored(plain, "v"), SINK, WINDOW),
-            f"{name}: the default": Cache(biased_keys(MAX_TURNING_PAIRS), Stored(plain, "v"), SINK, WINDOW),
-            f"{name}: subtracted": Cache(Stored(plain, "k"), Stored(plain, "v"), SINK, WINDOW),
+            f"{kind}: constant": Cache(biased_keys(0), Stored(plain, "v"), SINK, WINDOW),
+            f"{kind}: the default": Cache(biased_keys(MAX_TURNING_PAIRS), Stored(plain, "v"), SINK, WINDOW),
+            f"{kind}: subtracted": Cache(Stored(plain, "k"), Stored(plain, "v"), SINK, WINDOW),
         }
         for label, result in measure(model, text, caches):
             print(line(label, result), flush=True)
@@ -158,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="INT2 caches of keys with large biases.")
     parser.add_argument("model", help="folder of a Llama with head size 64")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write a Qwen2 checkpoint instead")
+    parser.add_argument("--engine", action="store_true", help="through vLLM instead of emulated")
     parser.add_argument("--pairs", type=int, nargs="+", default=PAIRS["all three"], help="of the checkpoint")
     parser.add_argument("--windows", type=int, default=2, help="of 2,048 tokens")
     parser.add_argument("--sequences", type=int, default=6, help="of calibration")
@@ -166,7 +210,7 @@ def main() -> None:
     if options.write:
         write(model, tokenizer, options.write, options.pairs)
     else:
-        emulate(model, tokenizer, options.windows, options.sequences)
+        compare(model, tokenizer, options.windows, options.sequences, options.model if options.engine else None)
 
 
 if __name__ == "__main__":
