@@ -7,8 +7,7 @@
 set -euo pipefail
 
 venv=${1:?usage: scripts/setup_env.sh FOLDER [VLLM]}
-newest=0.32.0
-cpu_vllm=${2:-$newest}
+cpu_vllm=${2:-0.32.0}
 root=$(cd "$(dirname "$0")/.." && pwd)
 case $cpu_vllm in
     0.26.*) cpu_torch=2.11.0+cpu ;;
@@ -21,7 +20,7 @@ install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-chec
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 if [ "$cpu_vllm" = cuda ]; then
-    install "vllm==$newest" # PyPI's, with the torch that it names
+    install "vllm==0.26.0" # PyPI's, with the torch that it names; the release that ran on GPUs (docs/performance.md)
 elif ! compgen -G "$site/vllm-*+cpu.dist-info" >/dev/null; then
     # torch's CPU builds are not on PyPI; an index or folder that pip is configured with goes first
     install "torch==$cpu_torch" || install --index-url https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
