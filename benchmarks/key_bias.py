@@ -1,7 +1,7 @@
 """Keys with large biases, as Qwen2 has them: SmolLM2 with a bias on some RoPE pairs, emulated or as a Qwen2 folder.
 
     python -m benchmarks.key_bias MODEL                      a table of variants, emulated
-    python -m benchmarks.key_bias MODEL --engine             the same through vLLM
+    python -m benchmarks.key_bias MODEL --engine [--pairs 31 20 8]           these pairs, through vLLM
     python -m benchmarks.key_bias MODEL --write FOLDER [--pairs 31 20 8]     for `oscar calibrate` and `oscar eval`
 
 The bias b is MAGNITUDE times the rms of the head's key channels, with random signs, on both channels of the named pairs
@@ -129,10 +129,17 @@ def unbiased(calibrated: Sidecar, bias: Biases, frequency: torch.Tensor) -> Side
     return replace(calibrated, layers={index: without(layer, b) for (index, layer), b in pairs})
 
 
-def compare(model: Any, tokenizer: Any, windows: int, count: int, name: str | None) -> None:
-    """Print the table; name: of the model's folder, to run it through vLLM."""
+def compare(
+    model: Any, tokenizer: Any, windows: int, count: int, kinds: dict[str, list[int]], name: str | None
+) -> None:
+    """Print the table.
+
+    Args:
+        kinds: pairs with a bias, by name
+        name: of the model's folder, to run it through vLLM
+    """
     ids = sequences(open_corpus(None, tokenizer), tokenizer, count, CONTEXT, 0).ids
-    made = {kind: biases(model, ids, pairs) for kind, pairs in PAIRS.items()}
+    made = {kind: biases(model, ids, pairs) for kind, pairs in kinds.items()}
     turned = {kind: [rotated(model, b) for b in bias] for kind, bias in made.items()}
     layers = range(model.config.num_hidden_layers)
     sums = [BiasedStatistics({kind: by_layer[layer] for kind, by_layer in turned.items()}) for layer in layers]
@@ -202,7 +209,9 @@ def main() -> None:
     parser.add_argument("model", help="folder of a Llama with head size 64")
     parser.add_argument("--write", type=Path, metavar="FOLDER", help="write a Qwen2 checkpoint instead")
     parser.add_argument("--engine", action="store_true", help="through vLLM instead of emulated")
-    parser.add_argument("--pairs", type=int, nargs="+", default=PAIRS["all three"], help="of the checkpoint")
+    parser.add_argument(
+        "--pairs", type=int, nargs="+", default=PAIRS["all three"], help="of the checkpoint or the engine"
+    )
     parser.add_argument("--windows", type=int, default=2, help="of 2,048 tokens")
     parser.add_argument("--sequences", type=int, default=6, help="of calibration")
     options = parser.parse_args()
@@ -210,7 +219,8 @@ def main() -> None:
     if options.write:
         write(model, tokenizer, options.write, options.pairs)
     else:
-        compare(model, tokenizer, options.windows, options.sequences, options.model if options.engine else None)
+        kinds = {f"pairs {options.pairs}": options.pairs} if options.engine else PAIRS
+        compare(model, tokenizer, options.windows, options.sequences, kinds, options.model if options.engine else None)
 
 
 if __name__ == "__main__":
