@@ -1,4 +1,4 @@
-"""Two ranks, each a process: with one of the two KV heads of every layer, or with both of half the layers."""
+"""Ranks, each a process: with one of the two KV heads of every layer, two ranks a head, or both heads of half the layers."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def answers(folder: Path, sidecar: Path, **options: int) -> Any:
     return json.loads(lines[0])
 
 
-def test_two_ranks_answer_as_one(tiny_model: Callable[..., Path]) -> None:
+def test_ranks_answer_as_one(tiny_model: Callable[..., Path]) -> None:
     """The transforms of heads and layers differ, so a rank with the other's would answer something else. A pipeline's
     ranks work on one request each, so their steps alternate.
 
@@ -40,7 +40,7 @@ def test_two_ranks_answer_as_one(tiny_model: Callable[..., Path]) -> None:
     sidecar = random_sidecar(folder)
     one = answers(folder, sidecar)
     assert [found for _, _, found in one] == [0, 0, 144]  # nine blocks of sixteen
-    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-        two = answers(folder, sidecar, **{option: 2})
-        assert [[tokens, found] for tokens, _, found in two] == [[tokens, found] for tokens, _, found in one], option
-        assert [likely for _, likely, _ in two] == pytest.approx([likely for _, likely, _ in one], abs=0.01), option
+    for option, ranks in (("tensor_parallel_size", 2), ("tensor_parallel_size", 4), ("pipeline_parallel_size", 2)):
+        many = answers(folder, sidecar, **{option: ranks})
+        assert [[tokens, found] for tokens, _, found in many] == [[tokens, found] for tokens, _, found in one], option
+        assert [likely for _, likely, _ in many] == pytest.approx([likely for _, likely, _ in one], abs=0.01), option
