@@ -1,4 +1,4 @@
-"""Ranks, each a process: with one of the two KV heads of every layer, two ranks a head, or both heads of half the layers."""
+"""Ranks, each a process: with one of the two KV heads each, two ranks a head, or both heads of half the layers."""
 
 import json
 import os
