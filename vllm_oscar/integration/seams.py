@@ -205,12 +205,15 @@ def page_spec(spec: Any, block_size: int, token_bytes: int) -> Any:
 
     All our layers have blocks of one size: vLLM's own choice for layers with a sliding window may differ.
 
-    From 0.28 on a spec can say so itself. Before, a page of uint8 "keys" and "values" of half as many channels each
-    has the same size, and the real head size is the layer's business.
+    From 0.29 on, where vLLM shapes the pages itself, a spec says so. Before, when `get_kv_cache_shape` makes the shape
+    of the spec's head size, a page of uint8 "keys" and "values" of half as many channels each has the same size, and the
+    real head size is the layer's business.
     """
     from dataclasses import replace
 
+    import vllm.v1.kv_cache_interface as interface
+
     spec = replace(spec, block_size=block_size, dtype=torch.uint8, page_size_padded=None)
-    if "state_content_bytes" in type(spec).__dataclass_fields__:
+    if hasattr(interface, "KVCacheLayout"):
         return replace(spec, state_content_bytes=token_bytes)
     return replace(spec, head_size=token_bytes // 2, head_size_v=token_bytes // 2)
