@@ -206,8 +206,8 @@ def page_spec(spec: Any, block_size: int, token_bytes: int) -> Any:
     All our layers have blocks of one size: vLLM's own choice for layers with a sliding window may differ.
 
     From 0.29 on, where vLLM shapes the pages itself, a spec says so. Before, when `get_kv_cache_shape` makes the shape
-    of the spec's head size, a page of uint8 "keys" and "values" of half as many channels each has the same size, and the
-    real head size is the layer's business.
+    of the spec's head size, a page of uint8 "keys" and "values" of half as many channels each has the same size, and
+    the real head size is the layer's business.
     """
     from dataclasses import replace
 
