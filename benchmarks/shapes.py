@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,9 +27,22 @@ _QWEN3 = {
     "torch_dtype": "bfloat16",
     "vocab_size": 151936,
 }
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": {**_QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True},
     "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "llama-70b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_hidden_layers": 80,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+    },
     "tiny": {
         **_QWEN3,
         "hidden_size": 512,
@@ -60,6 +74,16 @@ def model_folder(shape: str, root: Path, **changes: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def random_weights(folder: Path, device: str = "cpu") -> None:
+    """A checkpoint for the config.json in a folder of `model_folder`: weights on disk, where dummy ones will not do."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
 
 
 def liven(model: torch.nn.Module) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-FOLDER = Path("/tmp/oscar-verify-parallel")
+FOLDER = Path("/tmp/oscar-verify-parallel/tiny")
 PROMPT, NEAR = 8192, 320  # tokens; those that only see sink and window
 BOUNDS = (0.05, 0.1)  # mean difference of a token's log probability: near, beyond
 ANSWER = 32
@@ -50,17 +50,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # GPUs, options
 
 
 def make_model() -> Path:
-    """The checkpoint, with weights of its own on disk: ranks have to load parts of the same ones."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """The checkpoint: ranks have to load parts of the same weights. Returns its sidecar."""
+    from benchmarks.shapes import model_folder, random_sidecar, random_weights
 
-    from benchmarks.shapes import SHAPES, random_sidecar
-
-    torch.manual_seed(0)
-    shape = {k: v for k, v in SHAPES["tiny"].items() if k not in ("architectures", "model_type")}
-    model = Qwen3ForCausalLM(Qwen3Config(**shape)).bfloat16()
-    model.save_pretrained(FOLDER)
-    return random_sidecar(FOLDER)
+    folder = model_folder("tiny", FOLDER.parent)
+    random_weights(folder)
+    return random_sidecar(folder)
 
 
 def run(sidecar: str, options: dict[str, Any]) -> dict[str, Any]:
