@@ -10,12 +10,12 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.ceilings import Bf16Decode, read_pages
-from benchmarks.synthetic import transform
+from benchmarks.synthetic import transform, turning_mean
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.segments import Segments, build_segments
@@ -26,6 +26,8 @@ SINK, WINDOW = 64, 256
 
 @dataclass(frozen=True)
 class Shape:
+    """turning: pairs of channels in which the keys' mean turns with the position."""
+
     lengths: tuple[int, ...]
     head_size: int = 128
     group_size: int = 0
@@ -34,12 +36,14 @@ class Shape:
     ratio: int = 4
     q_len: int = 1
     soft_cap: float = 0.0
+    turning: int = 0
 
     def __str__(self) -> str:
         runs = [(n, self.lengths.count(n)) for n in dict.fromkeys(self.lengths)]
         lengths = "+".join(f"{count}x{n}" for n, count in runs[:4]) + ("+..." if len(runs) > 4 else "")
         extra = f" G{self.group_size}" if self.group_size else ""
         extra += f" q{self.q_len}" if self.q_len > 1 else ""
+        extra += f" turning {self.turning}" if self.turning else ""
         return f"{lengths} H{self.kv_heads} r{self.ratio} D{self.head_size} P{self.block_size}{extra}"
 
 
@@ -128,11 +132,12 @@ class Bench:
             seqs * shape.q_len, query_heads, shape.head_size, device=device, generator=generator
         ).bfloat16()
         self.out = torch.empty_like(self.query)
-        self.tables = DecodeTables.of(
-            transform(heads, shape.head_size, torch.bfloat16, generator),
-            transform(heads, shape.head_size, torch.bfloat16, generator),
+        key, value = (transform(heads, shape.head_size, torch.bfloat16, generator) for _ in range(2))
+        mean = turning_mean(heads, shape.head_size, shape.turning, 1.0, generator)
+        self.tables = DecodeTables.of(replace(key, turning=mean), value)
+        self.workspace = DecodeWorkspace.allocate(
+            layout, heads, shape.ratio, seqs, shape.q_len, device, contract, shape.turning > 0
         )
-        self.workspace = DecodeWorkspace.allocate(layout, heads, shape.ratio, seqs, shape.q_len, device)
         programs = heads * column_tiles(shape.q_len, shape.ratio)[1]
         self.segments = Segments.allocate(seqs, programs, device).for_batch(seqs, programs)
         self.build()
@@ -221,6 +226,8 @@ def shapes(quick: bool) -> list[Shape]:
         Shape((128 * k,) * 8, group_size=64),
         Shape((128 * k,) * 8, group_size=32),
         Shape((128 * k,) * 8, q_len=4),
+        *(Shape((n * k,) * 8, turning=8) for n in (1, 32, 128)),
+        Shape((128 * k,) * 16, head_size=64, block_size=128, turning=8),
         Shape((128 * k,) * 16, head_size=64, block_size=16, ratio=8),
         Shape((128 * k,) * 8, head_size=80),
         Shape((128 * k,) * 8, head_size=96),

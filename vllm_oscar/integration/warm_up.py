@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.kernels.compilation import compiled_together
 from vllm_oscar.kernels.decode import column_tiles, compiled_for
 from vllm_oscar.kernels.segments import programs_per_wave
 
@@ -19,15 +21,17 @@ logger = logging.getLogger("vllm.oscar")
 
 
 def warm_up(vllm_config: Any) -> None:
-    """Run all layers over batches that between them need every variant of every kernel.
+    """Run all layers over batches that between them need every variant of every kernel: once to have them compiled side
+    by side, then for their launches.
 
     All tokens are those of vLLM's null block and none is stored.
     """
     start = time.perf_counter()
     runtime = OscarRuntime.shared(vllm_config)
-    for builder in runtime.builders.values():
-        for queries, before in batches(builder):
-            _rehearse(builder, queries, before)
+    if not triton.knobs.runtime.interpret:
+        with compiled_together():
+            _rehearse_all(runtime)
+    _rehearse_all(runtime)
     runtime.forget_slots()  # the null block's
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -58,6 +62,12 @@ def batches(builder: "CudaMetadataBuilder") -> Iterator[tuple[list[int], int]]:
         for before in (0, 1, impl.workspaces.prefill.capacity):
             if query > threshold and before + query <= longest:
                 yield [query], before
+
+
+def _rehearse_all(runtime: OscarRuntime) -> None:
+    for builder in runtime.builders.values():
+        for queries, before in batches(builder):
+            _rehearse(builder, queries, before)
 
 
 def _rehearse(builder: "CudaMetadataBuilder", queries: list[int], before: int) -> None:
