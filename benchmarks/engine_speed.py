@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         max_num_seqs=args.seqs,
         max_num_batched_tokens=args.chunk,
         kv_cache_memory_bytes=None if args.utilization else H100_KV_BYTES,
-        gpu_memory_utilization=args.utilization or 0.9,
+        gpu_memory_utilization=args.utilization or 0.5,  # else vLLM only asks whether as much is free
         enable_prefix_caching=False,
         seed=0,
         **options,

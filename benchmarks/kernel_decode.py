@@ -139,11 +139,11 @@ class Bench:
             layout, heads, shape.ratio, seqs, shape.q_len, device, contract, shape.turning > 0
         )
         programs = heads * column_tiles(shape.q_len, shape.ratio)[1]
-        self.segments = Segments.allocate(seqs, programs, device).for_batch(seqs, programs)
+        self.segments = Segments.allocate(seqs, programs, shape.head_size, device).for_batch(seqs, programs)
         self.build()
 
     def build(self) -> None:
-        build_segments(self.seq_lens, self.shape.q_len, self.table.limits, self.shape.head_size, None, self.segments)
+        build_segments(self.seq_lens, self.shape.q_len, self.table.limits, None, self.segments)
 
     def call(self, copy: int) -> None:
         shape = self.shape

@@ -85,8 +85,9 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         if any(layer.impl.turns for layer in self.layers):
             self.position = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int32, device=device)
         windows = {layer.impl.sliding_window for layer in self.layers}
+        heads, head_size = self.impl.num_kv_heads, self.impl.head_size
         self.segments = {
-            window: Segments.allocate(scheduler.max_num_seqs, self.impl.num_kv_heads, device) for window in windows
+            window: Segments.allocate(scheduler.max_num_seqs, heads, head_size, device) for window in windows
         }
         for window in windows:
             first, *others = [layer.impl for layer in self.layers if layer.impl.sliding_window == window]
@@ -137,9 +138,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             if num_decodes:
                 _, tiles = column_tiles(decode_len, impl.ratio)
                 segments[window] = storage.for_batch(num_decodes, impl.num_kv_heads * tiles)
-                build_segments(
-                    seq_lens[:num_decodes], decode_len, table.limits, impl.head_size, window, segments[window]
-                )
+                build_segments(seq_lens[:num_decodes], decode_len, table.limits, window, segments[window])
             if num_prefills:
                 lengths = self._prefill_lengths(common, num_decodes, threshold)
                 capacity = impl.workspaces.prefill.capacity

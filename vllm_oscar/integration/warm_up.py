@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_oscar.integration.runtime import OscarRuntime
 from vllm_oscar.kernels.compilation import compiled_together
 from vllm_oscar.kernels.decode import column_tiles, compiled_for
-from vllm_oscar.kernels.segments import programs_per_wave
+from vllm_oscar.kernels.segments import few_segments
 
 if TYPE_CHECKING:
     from vllm_oscar.integration.cuda import CudaMetadataBuilder
@@ -49,9 +49,10 @@ def batches(builder: "CudaMetadataBuilder") -> Iterator[tuple[list[int], int]]:
     heads = impl.num_kv_heads
     seen = set()
     for q_len in range(1, threshold + 1):
-        wave = programs_per_wave(builder.device) // (heads * column_tiles(q_len, impl.ratio)[1])
+        programs = heads * column_tiles(q_len, impl.ratio)[1]
         for seqs in range(1, config.scheduler_config.max_num_seqs + 1):
-            variant = compiled_for(seqs, q_len, max(seqs, wave), heads, impl.ratio, impl.head_size)
+            segments = few_segments(seqs, programs, builder.device)
+            variant = compiled_for(seqs, q_len, segments, heads, impl.ratio, impl.head_size)
             if (q_len, variant) not in seen:
                 seen.add((q_len, variant))
                 yield [q_len] * seqs, 0

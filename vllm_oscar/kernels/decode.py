@@ -24,10 +24,11 @@ from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels import merge as merging
 from vllm_oscar.kernels import prepare as preparing
+from vllm_oscar.kernels.dependent import release, supported
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
 from vllm_oscar.kernels.reads import ReadCounter
-from vllm_oscar.kernels.segments import FIELDS, Segments, granule, programs_per_wave, tile_tokens
+from vllm_oscar.kernels.segments import FIELDS, Segments, granule, most_programs, tile_tokens
 from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
 from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
 from vllm_oscar.page_layout import PageLayout
@@ -264,7 +265,7 @@ def _decode(
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
     T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
-    DEPTH: tl.constexpr,
+    DEPTH: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
@@ -339,6 +340,7 @@ def _decode(
             cap, meta, last, m, total, offsets, o, N, PARITIES, GROUPS, CAPPED, False, SLIDING_WINDOW, U, UP, DEPTH,
         )  # fmt: skip
 
+    release(RELEASES)
     # the rest: first what has no copy, which is little or nothing
     copies += (seq * (tl.num_programs(0) // TILES) + place // TILES) * CAPACITY
     origin = window_origin(length, Q_LEN, WINDOW, T)
@@ -468,7 +470,7 @@ def compiled_for(seqs: int, q_len: int, segments: int, heads: int, ratio: int, h
     """What the kernels are specialised on that depends on the batch: batches with equal values share compiled code.
 
     Args:
-        segments: rows of the batch's segment table
+        segments: of the batch, see `few_segments`
         ratio: query heads of a KV head
     """
     n, tiles = column_tiles(q_len, ratio)
@@ -517,9 +519,8 @@ class DecodeWorkspace:
         contract = contract or HotContract(64, 256, layout.block_size)
         shapes = [column_tiles(q_len, ratio) for q_len in range(1, max_q_len + 1)]
         columns = kv_heads * max(n * tiles for n, tiles in shapes)
-        partials = max(
-            max(max_seqs, programs_per_wave(device) // (kv_heads * tiles)) * kv_heads * tiles * n for n, tiles in shapes
-        )
+        most = most_programs(layout.head_size, device)
+        partials = max(max(max_seqs, most // (kv_heads * tiles)) * kv_heads * tiles * n for n, tiles in shapes)
 
         def floats(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)
@@ -593,7 +594,8 @@ def decode_attention(
         SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
-        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None), num_warps=1,
+        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None),
+        RELEASES=supported(query.device), num_warps=1,
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out

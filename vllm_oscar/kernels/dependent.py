@@ -1,11 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """Programmatic dependent launch: a kernel's programs start while the kernel before it still runs.
 
-Of a decoding layer's four launches two can overlap: `prepare` folds queries, which are complete before `write` starts.
-`write` is launched as usual, so that everything before it is complete, and releases the next kernel at once. `prepare`,
-launched with `launch_pdl`, waits for it only where it looks at what was written, and in every program before it ends,
-so that the kernel after it finds both complete. The two others are left alone: `decode` is one wave of programs, which
-are spread unevenly over the multiprocessors when they start early (the step was 1.7 times as long on an H200).
+Of a decoding layer's four launches, `prepare` folds queries, which are complete before `write` starts. `write` is
+launched as usual, so that everything before it is complete, and releases the next kernel at once. `prepare`, launched
+with `launch_pdl`, waits for it only where it looks at what was written, and in every program before it ends, so that
+the kernel after it finds both complete. `decode` is launched as usual too: it is one wave of programs, which are spread
+unevenly over the multiprocessors when they start early (the step was 1.7 times as long on an H200). It releases `merge`
+when little is left to do, which brings its matrix near and waits.
 """
 
 from functools import cache
@@ -31,6 +32,7 @@ def release(RELEASES: tl.constexpr):
 
 @triton.jit
 def wait(launch_pdl: tl.constexpr):
-    """Go on when the kernel before this one is complete and what it wrote is visible."""
+    """Go on when the kernel before this one is complete and what it wrote is visible. Every program of a kernel that is
+    launched with `launch_pdl` has to."""
     if launch_pdl:
         gdc_wait()

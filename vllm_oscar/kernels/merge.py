@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_oscar.kernels.dependent import supported, wait
 from vllm_oscar.kernels.segments import Segments
 
 _SMALL = 512  # (sequence, KV head, column tile) triples up to which every sequence has programs of its own
@@ -20,7 +21,7 @@ def _merge(
     partial, lse, first, inverse, mean, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """SEQS sequences, COLUMNS columns of the tile, BLOCK segments at a time, ROWS channels of the output."""
     place = tl.program_id(0)
@@ -30,6 +31,7 @@ def _merge(
     inside = (e < D)[:, None] & (d < D)[None, :]
     b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=inside, other=0.0)
     centre = tl.load(mean + head * D + e, mask=e < D, other=0.0)
+    wait(launch_pdl)
 
     # a row is (which segment of a block, sequence, column); each keeps its own maximum until the end
     C: tl.constexpr = SEQS * COLUMNS
@@ -81,7 +83,7 @@ def shares(seqs: int, places: int, columns: int, padded: int, segments: int) -> 
     Args:
         places: KV heads times column tiles
         columns, padded: used columns of a tile, and D, as powers of two
-        segments: rows of the batch's segment table
+        segments: of the batch, see `few_segments`
     """
     pairs = seqs * places
     share = 1 if pairs <= _SMALL else 4
@@ -102,7 +104,7 @@ def merge_segments(
     tile: tuple[int, int],
     out: torch.Tensor,
 ) -> None:
-    """One launch from the decode kernel's partials to the output.
+    """One launch from the decode kernel's partials to the output. Nothing may be launched between the two.
 
     Args:
         partial: float16 (segments, KV heads, tiles, N, D), normalised
@@ -116,9 +118,10 @@ def merge_segments(
     seqs = segments.first.shape[0] - 1
     padded = triton.next_power_of_2(head_size)
     columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
-    share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.table.shape[0])
+    share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.few)
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
         partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
-        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, num_warps=4,
+        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows,
+        launch_pdl=supported(out.device), num_warps=4,
     )  # fmt: skip

@@ -1,9 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
 """Which program of the decode kernel reads what: one table for the whole batch, built on the device each step.
 
-The kernel runs best as one wave of eight one-warp programs a multiprocessor; one program more costs a second wave.
-So the stored tokens of all sequences, weighed by what reading them costs, are cut into at most
-`8 * multiprocessors / heads` segments of about equal cost, each within one sequence.
+The kernel runs best as one wave of one-warp programs, equally many for each of a multiprocessor's four schedulers:
+eight a multiprocessor, and sixteen where its registers allow and segments are then still long, so that what they gain
+while others wait for memory is more than what merging twice as many costs. So the stored tokens of all sequences,
+weighed by what reading them costs, are cut into at most `8 * multiprocessors / heads` segments, or twice as many, of
+about equal cost, each within one sequence.
 
 A sequence has three stretches: [start, fast_lo) and [fast_hi, end) hold what needs a closer look (tokens that may
 have a BF16 copy, the edges of a sliding window, tokens that not every query of the step sees), [fast_lo, fast_hi)
@@ -16,10 +18,11 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS_PER_SM = 8
+_PROGRAMS_PER_SM = 8
 FIELDS: tl.constexpr = tl.constexpr(5)  # sequence, lo, fast_lo, fast_hi, hi
 _MIN_COST = 4  # tiles; smaller segments cost more in the merge than they gain
 _GRANULE_COST = 2  # of a granule with BF16 copies, in plain tiles
+_LONG = 32  # tiles of a segment from which on twice as many programs gain (measured on an H200)
 _ROWS = 32  # table rows that one program writes
 
 
@@ -34,10 +37,20 @@ def granule(head_size: int) -> int:
 
 
 def programs_per_wave(device: torch.device) -> int:
-    """Programs that run at once; a handful where there is no GPU (Triton's interpreter)."""
+    """Programs that run at once at any head size; a handful where there is no GPU (Triton's interpreter)."""
     if device.type != "cuda":
-        return 24
-    return PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+        return 12
+    return _PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def waves(head_size: int) -> int:
+    """How many times `programs_per_wave` fit: at head size 128 the kernel has 128 registers, at others up to 255."""
+    return 2 if 64 < head_size <= 128 else 1
+
+
+def most_programs(head_size: int, device: torch.device) -> int:
+    """Programs of the decode kernel that may get a segment of their own."""
+    return waves(head_size) * programs_per_wave(device)
 
 
 @dataclass(frozen=True)
@@ -47,26 +60,38 @@ class Segments:
     Attributes:
         table: int32 (segments, 5): sequence (-1: nothing to do), lo, fast_lo, fast_hi, hi in tokens
         first: int32 (sequences + 1,), the first segment of each sequence
+        head_size: for which they are
+        few: segments that are used unless they are long
     """
 
     table: torch.Tensor
     first: torch.Tensor
+    head_size: int
+    few: int
 
     @classmethod
-    def allocate(cls, max_seqs: int, heads: int, device: torch.device) -> "Segments":
+    def allocate(cls, max_seqs: int, heads: int, head_size: int, device: torch.device) -> "Segments":
         """Storage for the largest batch.
 
         Args:
             heads: programs that read one segment: KV heads times the column tiles of the query
         """
-        size = max(max_seqs, programs_per_wave(device) // heads)
+        size = max(max_seqs, most_programs(head_size, device) // heads)
         table = torch.full((size, FIELDS.value), -1, dtype=torch.int32, device=device)
-        return cls(table, torch.zeros(max_seqs + 1, dtype=torch.int32, device=device))
+        first = torch.zeros(max_seqs + 1, dtype=torch.int32, device=device)
+        return cls(table, first, head_size, few_segments(max_seqs, heads, device))
 
     def for_batch(self, seqs: int, heads: int) -> "Segments":
         """The part of the storage that a batch of this (padded) size uses, always the same."""
-        size = max(seqs, programs_per_wave(self.table.device) // heads)
-        return Segments(self.table[:size], self.first[: seqs + 1])
+        device = self.table.device
+        size = max(seqs, most_programs(self.head_size, device) // heads)
+        few = few_segments(seqs, heads, device)
+        return Segments(self.table[:size], self.first[: seqs + 1], self.head_size, few)
+
+
+def few_segments(seqs: int, heads: int, device: torch.device) -> int:
+    """Segments of a batch whose programs, one for each of `heads`, make one wave; at least one a sequence."""
+    return max(seqs, programs_per_wave(device) // heads)
 
 
 @triton.jit
@@ -100,10 +125,10 @@ def _cost(length, start, fast_lo, fast_hi, T: tl.constexpr, GRANULE: tl.constexp
     return granules * WEIGHT + (fast_hi - fast_lo) // T
 
 
-@triton.jit(do_not_specialize=["seqs", "rows", "q_len"])
+@triton.jit(do_not_specialize=["seqs", "rows", "few", "q_len"])
 def _build(
-    seq_lens, limits, table, first, seqs, rows, q_len, sliding_window,
-    T: tl.constexpr, GRANULE: tl.constexpr, WEIGHT: tl.constexpr, MIN_COST: tl.constexpr,
+    seq_lens, limits, table, first, seqs, rows, few, q_len, sliding_window,
+    T: tl.constexpr, GRANULE: tl.constexpr, WEIGHT: tl.constexpr, MIN_COST: tl.constexpr, LONG: tl.constexpr,
     B: tl.constexpr, R: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     sink = tl.load(limits)
@@ -113,12 +138,13 @@ def _build(
     start, fast_lo, fast_hi = _stretches(length, sink, window, q_len, sliding_window, T, GRANULE)
     cost = tl.where(length > 0, _cost(length, start, fast_lo, fast_hi, T, GRANULE, WEIGHT), 0)
 
-    # the smallest share with which the whole batch fits into the table
+    room = tl.where(tl.sum(cost, 0) >= rows * LONG, rows, few)
+    # the smallest share with which the whole batch fits
     low = MIN_COST
     high = tl.maximum(tl.max(cost, 0), MIN_COST)
     while low < high:
         middle = (low + high) // 2
-        fits = tl.sum((cost + middle - 1) // middle, 0) <= rows
+        fits = tl.sum((cost + middle - 1) // middle, 0) <= room
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, middle + 1)
     pieces = (cost + low - 1) // low
@@ -155,7 +181,6 @@ def build_segments(
     seq_lens: torch.Tensor,
     q_len: int,
     limits: torch.Tensor,
-    head_size: int,
     sliding_window: int | None,
     out: Segments,
 ) -> None:
@@ -167,9 +192,9 @@ def build_segments(
         limits: int32 (2,), sink and window in force (`SlotTable.limits`)
         out: `Segments.for_batch` of this batch
     """
-    seqs, rows = seq_lens.shape[0], out.table.shape[0]
+    seqs, rows, head_size = seq_lens.shape[0], out.table.shape[0], out.head_size
     _build[(triton.cdiv(rows, _ROWS),)](
-        seq_lens, limits, out.table, out.first, seqs, rows, q_len, sliding_window or 0,
-        T=tile_tokens(head_size), GRANULE=granule(head_size), WEIGHT=_GRANULE_COST, MIN_COST=_MIN_COST,
+        seq_lens, limits, out.table, out.first, seqs, rows, out.few, q_len, sliding_window or 0,
+        T=tile_tokens(head_size), GRANULE=granule(head_size), WEIGHT=_GRANULE_COST, MIN_COST=_MIN_COST, LONG=_LONG,
         B=triton.next_power_of_2(seqs), R=_ROWS, COLUMNS=FIELDS.value, num_warps=4,
     )  # fmt: skip
