@@ -124,7 +124,7 @@ def gpu_cases() -> list[Case]:
         Case(lengths=(150,), block_size=64, order="huge", kv_heads=2),
         Case(lengths=mixed, kv_heads=2, turning=8, block_size=64, ratio=7),
         Case(head_size=64, lengths=mixed, kv_heads=2, turning=8, ratio=7),
-        Case(lengths=(300000, 900), kv_heads=16, ratio=1, block_size=64),  # segments so long that there are more
+        Case(lengths=(300000, 900), kv_heads=16, ratio=1, block_size=64),
         Case(lengths=(40000, 200, 900, 4000), kv_heads=4, block_size=64, turning=3, sliding_window=1500),
         Case(head_size=64, lengths=(40000, 70, 9), kv_heads=2, q_len=5, ratio=16, turning=8),
         Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, soft_cap=20.0, turning=8, dtype=torch.float16),

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_oscar.integration.runtime import OscarRuntime
 from vllm_oscar.kernels.compilation import compiled_together
 from vllm_oscar.kernels.decode import column_tiles, compiled_for
-from vllm_oscar.kernels.segments import few_segments
+from vllm_oscar.kernels.segments import segments_of
 
 if TYPE_CHECKING:
     from vllm_oscar.integration.cuda import CudaMetadataBuilder
@@ -51,8 +51,8 @@ def batches(builder: "CudaMetadataBuilder") -> Iterator[tuple[list[int], int]]:
     for q_len in range(1, threshold + 1):
         programs = heads * column_tiles(q_len, impl.ratio)[1]
         for seqs in range(1, config.scheduler_config.max_num_seqs + 1):
-            segments = few_segments(seqs, programs, builder.device)
-            variant = compiled_for(seqs, q_len, segments, heads, impl.ratio, impl.head_size)
+            rows = segments_of(seqs, programs, impl.head_size, builder.device)
+            variant = compiled_for(seqs, q_len, rows, heads, impl.ratio, impl.head_size)
             if (q_len, variant) not in seen:
                 seen.add((q_len, variant))
                 yield [q_len] * seqs, 0

@@ -28,7 +28,7 @@ from vllm_oscar.kernels.dependent import release, supported
 from vllm_oscar.kernels.merge import merge_segments
 from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
 from vllm_oscar.kernels.reads import ReadCounter
-from vllm_oscar.kernels.segments import FIELDS, Segments, granule, most_programs, tile_tokens
+from vllm_oscar.kernels.segments import FIELDS, Segments, granule, segments_of, tile_tokens
 from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
 from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
 from vllm_oscar.page_layout import PageLayout
@@ -470,7 +470,7 @@ def compiled_for(seqs: int, q_len: int, segments: int, heads: int, ratio: int, h
     """What the kernels are specialised on that depends on the batch: batches with equal values share compiled code.
 
     Args:
-        segments: of the batch, see `few_segments`
+        segments: rows of the batch's segment table
         ratio: query heads of a KV head
     """
     n, tiles = column_tiles(q_len, ratio)
@@ -519,8 +519,8 @@ class DecodeWorkspace:
         contract = contract or HotContract(64, 256, layout.block_size)
         shapes = [column_tiles(q_len, ratio) for q_len in range(1, max_q_len + 1)]
         columns = kv_heads * max(n * tiles for n, tiles in shapes)
-        most = most_programs(layout.head_size, device)
-        partials = max(max(max_seqs, most // (kv_heads * tiles)) * kv_heads * tiles * n for n, tiles in shapes)
+        size = layout.head_size
+        partials = max(segments_of(max_seqs, kv_heads * t, size, device) * kv_heads * t * n for n, t in shapes)
 
         def floats(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)

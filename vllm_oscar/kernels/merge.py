@@ -83,7 +83,7 @@ def shares(seqs: int, places: int, columns: int, padded: int, segments: int) -> 
     Args:
         places: KV heads times column tiles
         columns, padded: used columns of a tile, and D, as powers of two
-        segments: of the batch, see `few_segments`
+        segments: rows of the batch's segment table
     """
     pairs = seqs * places
     share = 1 if pairs <= _SMALL else 4
@@ -118,7 +118,7 @@ def merge_segments(
     seqs = segments.first.shape[0] - 1
     padded = triton.next_power_of_2(head_size)
     columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
-    share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.few)
+    share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.table.shape[0])
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
         partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
