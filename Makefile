@@ -37,9 +37,10 @@ lint: $(ENV)
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-# in two processes: most tests start an engine, which is mostly one thread
+# in two processes: most tests start an engine, which is mostly one thread; in the order of the files, as those with the
+# fewest tests take longest
 test: lint
-	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # the sources of every supported vLLM, from wheels that pip fetches one after the other: about a minute, 1.2 GB
 seams: $(ENV)

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_oscar.integration.runtime import OscarRuntime
-from vllm_oscar.kernels.compilation import compiled_together
+from vllm_oscar.kernels.compilation import compiled_together, interpreted
 from vllm_oscar.kernels.decode import column_tiles, compiled_for
 from vllm_oscar.kernels.segments import segments_of
 
@@ -28,7 +27,7 @@ def warm_up(vllm_config: Any) -> None:
     """
     start = time.perf_counter()
     runtime = OscarRuntime.shared(vllm_config)
-    if not triton.knobs.runtime.interpret:
+    if not interpreted():
         with compiled_together():
             _rehearse_all(runtime)
     _rehearse_all(runtime)

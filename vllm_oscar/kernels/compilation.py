@@ -6,8 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from triton import AsyncCompileMode
+from triton import AsyncCompileMode, knobs
 from triton.runtime.jit import JITFunction
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, and nothing is compiled."""
+    return bool(knobs.runtime.interpret)
 
 
 @contextmanager
