@@ -289,9 +289,10 @@ def test_layers_without_known_frequencies_are_named(
     monkeypatch.setattr("vllm_oscar.calibrate.streaming.rope_frequencies", lambda decoder, options: None)
     with caplog.at_level("WARNING"):
         assert main([*command(checkpoint, tmp_path / "short"), "--context", "10"]) == 0
-        assert not caplog.records
         assert main([*command(checkpoint, tmp_path / "long"), "--context", "4096"]) == 0
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+    # an engine that was here before may have something to say as well
+    ours = [record for record in caplog.records if record.name.startswith("vllm_oscar")]
+    assert [record.getMessage().split(":")[0] for record in ours] == [
         "no fixed RoPE frequencies were found for layers [0, 1, 2]"
     ]
 
