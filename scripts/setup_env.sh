@@ -15,8 +15,7 @@ case $cpu_vllm in
 esac
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
-# what is imported gets compiled then, which is a small part of what is installed
-install() { "$venv/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check "$@"; }
+install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
