@@ -43,8 +43,7 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
 @pytest.mark.parametrize(("heads", "ratio", "head_size", "q_len"), [(8, 4, 128, 1), (2, 8, 64, 4), (1, 16, 256, 1)])
 def test_warm_up_covers_the_variants_of_every_batch_size(heads: int, ratio: int, head_size: int, q_len: int) -> None:
     from vllm_oscar.integration.warm_up import batches
-    from vllm_oscar.kernels.decode import column_tiles, compiled_for
-    from vllm_oscar.kernels.segments import segments_of
+    from vllm_oscar.kernels.decode import compiled_for
 
     device = torch.device("cpu")
     workspaces = SimpleNamespace(prefill=SimpleNamespace(capacity=8192))
@@ -60,8 +59,7 @@ def test_warm_up_covers_the_variants_of_every_batch_size(heads: int, ratio: int,
     rehearsed = list(batches(builder))  # type: ignore[arg-type]
 
     def variant(seqs: int, queries: int) -> tuple[int, ...]:
-        rows = segments_of(seqs, heads * column_tiles(queries, ratio)[1], head_size, device)
-        return queries, *compiled_for(seqs, queries, rows, heads, ratio, head_size)
+        return queries, *compiled_for(seqs, queries, heads, ratio, head_size, device)
 
     needed = {variant(seqs, queries) for queries in range(1, q_len + 1) for seqs in range(1, 301)}
     decodes = [queries for queries, before in rehearsed if queries[0] <= q_len]

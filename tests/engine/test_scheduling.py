@@ -265,7 +265,7 @@ def test_speculation(
             assert_greedy(answer, alone)
         assert_close(alone, got, bound)
         assert 4 in {end - start for start, end in chunks[1:]}
-    assert 5 < accepted < drafted - 2
+    assert 5 < accepted <= drafted - 5
 
 
 def test_pages_and_pool_full_of_ones(plain: Engine, prose: list[int]) -> None:

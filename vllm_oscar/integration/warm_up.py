@@ -10,8 +10,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_oscar.integration.runtime import OscarRuntime
 from vllm_oscar.kernels.compilation import compiled_together, interpreted
-from vllm_oscar.kernels.decode import column_tiles, compiled_for
-from vllm_oscar.kernels.segments import segments_of
+from vllm_oscar.kernels.decode import compiled_for
 
 if TYPE_CHECKING:
     from vllm_oscar.integration.cuda import CudaMetadataBuilder
@@ -45,13 +44,10 @@ def batches(builder: "CudaMetadataBuilder") -> Iterator[tuple[list[int], int]]:
     """(new tokens of each request, stored tokens of each) of the batches to rehearse."""
     config, impl = builder.vllm_config, builder.impl
     threshold = builder.runtime.decode_threshold
-    heads = impl.num_kv_heads
     seen = set()
     for q_len in range(1, threshold + 1):
-        programs = heads * column_tiles(q_len, impl.ratio)[1]
         for seqs in range(1, config.scheduler_config.max_num_seqs + 1):
-            rows = segments_of(seqs, programs, impl.head_size, builder.device)
-            variant = compiled_for(seqs, q_len, rows, heads, impl.ratio, impl.head_size)
+            variant = compiled_for(seqs, q_len, impl.num_kv_heads, impl.ratio, impl.head_size, builder.device)
             if (q_len, variant) not in seen:
                 seen.add((q_len, variant))
                 yield [q_len] * seqs, 0

@@ -466,14 +466,16 @@ def column_tiles(q_len: int, ratio: int) -> tuple[int, int]:
     return n, triton.cdiv(columns, n)
 
 
-def compiled_for(seqs: int, q_len: int, segments: int, heads: int, ratio: int, head_size: int) -> tuple[int, ...]:
+def compiled_for(
+    seqs: int, q_len: int, heads: int, ratio: int, head_size: int, device: torch.device
+) -> tuple[int, ...]:
     """What the kernels are specialised on that depends on the batch: batches with equal values share compiled code.
 
     Args:
-        segments: rows of the batch's segment table
         ratio: query heads of a KV head
     """
     n, tiles = column_tiles(q_len, ratio)
+    segments = segments_of(seqs, heads * tiles, head_size, device)
     columns = triton.next_power_of_2(min(n, q_len * ratio))
     return (
         *preparing.shares(seqs, heads * tiles),
@@ -519,8 +521,10 @@ class DecodeWorkspace:
         contract = contract or HotContract(64, 256, layout.block_size)
         shapes = [column_tiles(q_len, ratio) for q_len in range(1, max_q_len + 1)]
         columns = kv_heads * max(n * tiles for n, tiles in shapes)
-        size = layout.head_size
-        partials = max(segments_of(max_seqs, kv_heads * t, size, device) * kv_heads * t * n for n, t in shapes)
+        partials = max(
+            segments_of(max_seqs, kv_heads * tiles, layout.head_size, device) * kv_heads * tiles * n
+            for n, tiles in shapes
+        )
 
         def floats(size: int) -> torch.Tensor:
             return torch.empty(size, dtype=torch.float32, device=device)
