@@ -6,6 +6,7 @@ shapes, finiteness, and last the linear algebra. A `Sidecar` that exists is ther
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -239,9 +240,11 @@ class Sidecar:
                     description.check_model(expected)
                 names = list(file.keys())
                 description.check_names(set(names))
+                # before anything is read: a file cannot ask for more memory than its model's sidecar takes
+                description.check_shapes({name: file.get_slice(name) for name in names})
                 # cloned: the file is memory-mapped, and may be replaced while we live
                 tensors = {name: file.get_tensor(name).clone() for name in names}
-            description.check_tensors(tensors)
+            _check_finite(tensors)
             _check_algebra(tensors, orthogonal=description.method in ORTHOGONAL_METHODS)
         except SidecarError as error:
             raise type(error)(f"{path}: {error}") from None
@@ -398,8 +401,8 @@ class _Description:
         if unknown := sorted(names - required - optional):
             raise SidecarCorruptError(f"unknown tensor {unknown[0]!r}; calibrate again, or upgrade vllm-oscar")
 
-    def check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Dtype, shape and finiteness of every tensor."""
+    def check_shapes(self, tensors: dict[str, Any]) -> None:
+        """Dtype and shape of every tensor, by its slice of the file (safetensors' PySafeSlice)."""
         heads, head_size = self.fingerprint.num_kv_heads, self.fingerprint.head_size
         transforms = heads if self.per == "head" else 1
         shapes: dict[str, tuple[int, ...]] = {
@@ -410,14 +413,14 @@ class _Description:
         }
         for name, tensor in tensors.items():
             layer, _, kind = name.rpartition(".")
-            pairs = min(tensors[f"{layer}.frequency"].numel(), MAX_TURNING_PAIRS) if kind not in shapes else 0
+            pairs = 0
+            if kind not in shapes:
+                pairs = min(math.prod(tensors[f"{layer}.frequency"].get_shape()), MAX_TURNING_PAIRS)
             shape = (shapes | {"frequency": (pairs,), "turning": (heads, pairs, 2, head_size)})[kind]
-            if tensor.dtype != torch.float32:
-                raise SidecarCorruptError(f"{name} is {tensor.dtype}, not float32; calibrate again")
-            if tensor.shape != shape:
-                raise SidecarShapeError(f"{name} has shape {tuple(tensor.shape)}, not {shape}; calibrate again")
-            if not torch.isfinite(tensor).all():
-                raise SidecarNonFiniteError(f"{name} holds NaN or infinity; calibrate again")
+            if tensor.get_dtype() != "F32":
+                raise SidecarCorruptError(f"{name} is {tensor.get_dtype()}, not float32; calibrate again")
+            if tuple(tensor.get_shape()) != shape:
+                raise SidecarShapeError(f"{name} has shape {tuple(tensor.get_shape())}, not {shape}; calibrate again")
 
     def sidecar(self, tensors: dict[str, torch.Tensor], digest: str) -> Sidecar:
         """The sidecar, transforms expanded to one for each head."""
@@ -486,6 +489,12 @@ def single_threaded() -> Iterator[None]:
 
 
 @single_threaded()
+def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise SidecarNonFiniteError(f"{name} holds NaN or infinity; calibrate again")
+
+
 def _check_algebra(tensors: dict[str, torch.Tensor], orthogonal: bool) -> None:
     """Transforms can be inverted (or are orthogonal), metrics are positive definite. All tensors of a kind at once."""
     names = [name for name in tensors if name.endswith(".transform")]

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from vllm_oscar import errors
+from vllm_oscar import errors, sidecar
 from vllm_oscar.rotation import hadamard
 from vllm_oscar.sidecar import (
     FILE_NAME,
@@ -276,6 +278,16 @@ def test_wrong_shape_dtype_and_values(path: Path, kind: str) -> None:
         rewrite(path, {name: bad})
         with pytest.raises(errors.SidecarNonFiniteError, match=name):
             Sidecar.load(path)
+
+
+def test_no_tensor_is_read_before_all_shapes_are_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file cannot ask for more memory than its model's sidecar takes."""
+    rewrite(path, {"layers.1.v.spectrum": torch.zeros(9)})
+    opened = safe_open(path, framework="pt")
+    unread = SimpleNamespace(metadata=opened.metadata, keys=opened.keys, get_slice=opened.get_slice)
+    monkeypatch.setattr(sidecar, "safe_open", lambda *_, **__: nullcontext(unread))
+    with pytest.raises(errors.SidecarShapeError, match="spectrum"):
+        Sidecar.load(path)
 
 
 def with_singular_values(smallest: float) -> torch.Tensor:
