@@ -23,7 +23,7 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / ".model" / "SmolLM2-135M-Instruct"
-SEQUENCES = 12  # of 2,048 tokens
+SEQUENCES = 6  # of 2,048 tokens
 
 
 def run(*command: object) -> None:
@@ -58,7 +58,7 @@ def model_path() -> Path:
 
 @pytest.fixture(scope="session")
 def sidecar_path(model_path: Path) -> Path:
-    """The default calibration of `model_path` on 12 sequences, beside it."""
+    """The default calibration of `model_path` on SEQUENCES, beside it."""
     if given := os.environ.get("OSCAR_TEST_SIDECAR"):
         return Path(given)
     sidecar = model_path.with_name(f"{model_path.name}.{SEQUENCES}-sequences.{calibration_digest()}.safetensors")

@@ -23,9 +23,9 @@ from vllm_oscar.sidecar import ModelFingerprint, Sidecar
 
 pytestmark = pytest.mark.engine
 
-WINDOWS, CONTEXT = 2, 2048
+WINDOWS, CONTEXT = 1, 2048
 SINK, WINDOW = 64, 256
-SEQUENCES = 12  # of calibration, as the sidecar of conftest.py
+SEQUENCES = 6  # of calibration, as the sidecar of conftest.py
 
 
 def oscar(*arguments: object) -> str:
