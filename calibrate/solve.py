@@ -14,7 +14,7 @@ from vllm_oscar.sidecar import MAX_TURNING_PAIRS, LayerCalibration, TensorCalibr
 VALUE_TARGETS = {"weighted": "value_weighted", "output": "value_output", "plain": "value_plain"}
 KEY_CLIP, VALUE_CLIP = 0.96, 0.92  # of the paper
 # measured on SmolLM2 and Qwen2.5-Coder: least squares shrinks what INT2 gives against the BF16 tokens beside it
-GAINS = {("k", "metric"): 1.05, ("k", "ls"): 1.10, ("v", "metric"): 1.10, ("v", "ls"): 1.10}
+GAINS = {("k", "metric"): 1.05, ("k", "ls"): 1.10, ("v", "ls"): 1.10}
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,10 @@ class Recipe:
             raise ConfigError(f"--turning-pairs must be 0 to {MAX_TURNING_PAIRS}")
         if self.value_encoder == "metric":
             raise ConfigError("values have no metric encoder; use --value-encoder ls")
+        for letter, name in ("k", "key"), ("v", "value"):
+            settings = self.settings(letter)
+            if settings["encoder"] == "minmax" and settings["gain"] != 1:
+                raise ConfigError(f"minmax has no gain; leave --{name}-gain out, or use --{name}-encoder ls")
 
     @property
     def aware(self) -> bool:

@@ -47,7 +47,10 @@ class Model:
     def opened(cls, name: str, device: torch.device, dtype: torch.dtype | None) -> Iterator["Model"]:
         """A checkpoint (folder or hub id) with its layers left on disk. dtype None: the checkpoint's, BF16 for FP32."""
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import is_accelerate_available
 
+        if not is_accelerate_available():  # it leaves layers on disk
+            raise UnsupportedError("accelerate is not installed: pip install 'vllm-oscar[calibrate]'")
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # layers on disk are no surprise
         config = AutoConfig.from_pretrained(name)
         text_config = config.get_text_config()

@@ -55,6 +55,7 @@ ATTRIBUTES = {
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "head_size_v page_size_bytes",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "CUSTOM",
     "vllm.config.SpeculativeConfig": "method num_speculative_tokens kv_cache_dtype",
+    "vllm.engine.arg_utils.EngineArgs": "kv_cache_dtype max_num_seqs",
     "vllm.config.CacheConfig": "cache_dtype kv_sharing_fast_prefill",
     "vllm.config.ParallelConfig": "prefill_context_parallel_size enable_dbo",
     "vllm.config.ModelConfig": "model hf_config dtype is_hybrid",

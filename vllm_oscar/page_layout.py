@@ -36,6 +36,11 @@ class PageViews(NamedTuple):
     meta: torch.Tensor
 
 
+def group_sizes(head_size: int) -> tuple[int, ...]:
+    """Numbers of channels that may share a scale and an offset."""
+    return (head_size, *GROUP_SIZES.get(head_size, ()))
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """Sizes and offsets, in bytes, of one KV head's region in a page.
@@ -56,9 +61,10 @@ class PageLayout:
             )
         if self.group_size == 0:
             object.__setattr__(self, "group_size", self.head_size)
-        allowed = (self.head_size, *GROUP_SIZES.get(self.head_size, ()))
-        if self.group_size not in allowed:
-            raise ConfigError(f"group_size {self.group_size} at head size {self.head_size}: use one of {allowed}")
+        if self.group_size not in group_sizes(self.head_size):
+            raise ConfigError(
+                f"group_size {self.group_size} at head size {self.head_size}: use one of {group_sizes(self.head_size)}"
+            )
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError(f"block size {self.block_size}: use a multiple of 16")
 

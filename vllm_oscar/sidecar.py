@@ -31,6 +31,7 @@ from vllm_oscar.errors import (
     SidecarSingularError,
     UnsupportedError,
 )
+from vllm_oscar.page_layout import group_sizes
 from vllm_oscar.rotation import MAX_CONDITION, grouped_hadamard
 from vllm_oscar.turning import TurningMean
 
@@ -234,6 +235,8 @@ class Sidecar:
         if not path.is_file():
             raise SidecarNotFoundError(f"{path}: no such file")
         try:
+            # before it is mapped; the last check says that both were the same file
+            before, digest = path.stat(), _digest(path)
             with safe_open(path, framework="pt") as file:
                 description = _Description.parse(file.metadata() or {})
                 if expected is not None:
@@ -244,13 +247,15 @@ class Sidecar:
                 description.check_shapes({name: file.get_slice(name) for name in names})
                 # cloned: the file is memory-mapped, and may be replaced while we live
                 tensors = {name: file.get_tensor(name).clone() for name in names}
+                if not os.path.samestat(before, path.stat()):
+                    raise SidecarCorruptError("replaced while it was read; start again")
             _check_finite(tensors)
             _check_algebra(tensors, orthogonal=description.method in ORTHOGONAL_METHODS)
         except SidecarError as error:
             raise type(error)(f"{path}: {error}") from None
         except (SafetensorError, OSError, ValueError) as error:
             raise SidecarCorruptError(f"{path}: not a whole safetensors file ({error}); calibrate again") from error
-        return description.sidecar(tensors, hashlib.sha256(path.read_bytes()).hexdigest())
+        return description.sidecar(tensors, digest)
 
     def save(self, path: str | Path) -> "Sidecar":
         """Write to a temporary file, validate that by loading it, rename it; what was at `path` survives a failure.
@@ -349,11 +354,18 @@ class _Description:
         if any(type(i) is not int or not 0 <= i < fingerprint.num_layers for i in absent):
             raise SidecarCorruptError("metadata: absent_layers must be layer numbers; calibrate again")
         group_size = _count(given, "group_size", 1)
-        if fingerprint.head_size % group_size:
+        if group_size not in (allowed := group_sizes(fingerprint.head_size)):
             raise SidecarCorruptError(
-                f"metadata: group_size {group_size} does not divide the head size; calibrate again"
+                f"metadata: group_size {group_size} at head size {fingerprint.head_size}; calibrate again with one of "
+                f"{allowed}"
             )
         encoders = _field(given, "encoders", dict)
+        for tensor in encoders:
+            encoder = _choice(_field(encoders, tensor, dict), "encoder", ENCODERS)
+            if encoder == "metric" and tensor.endswith(".v"):
+                raise SidecarCorruptError(f"metadata: {tensor}: values have no metric encoder; calibrate with ls")
+            if encoder == "minmax" and _number(encoders[tensor], "gain", 0.5, 2.0) != 1:
+                raise SidecarCorruptError(f"metadata: {tensor}: minmax has no gain; calibrate with 1, or with ls")
         return cls(
             fingerprint=fingerprint,
             method=_choice(given, "method", METHODS),
@@ -489,6 +501,14 @@ def single_threaded() -> Iterator[None]:
 
 
 @single_threaded()
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
 def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if not torch.isfinite(tensor).all():

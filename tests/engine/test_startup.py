@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
     ("oscar", "options", "error", "says"),
     [
         ({"windw": 3}, {}, ConfigError, r"unknown oscar options \['windw'\]; known: .*'window'"),
-        ({"pool_share": 1e-9}, {}, ConfigError, r"raise pool_share to [0-9.]+ .*or lower --max-num-seqs"),
+        ({"pool_share": 2e-4}, {}, ConfigError, r"raise pool_share to [0-9.]+ .*or lower --max-num-seqs to [1-9]"),
         ({"sidecar": "/nowhere.safetensors"}, {}, SidecarNotFoundError, "python -m vllm_oscar.calibrate"),
         ({}, {"attention_backend": "CPU_ATTN"}, UnsupportedError, "another attention backend .*leave it out"),
         (
@@ -50,6 +50,20 @@ def test_refused(
 ) -> None:
     with pytest.raises(error, match=says):
         make_engine(oscar, **options)
+
+
+@pytest.mark.parametrize(("dtype", "given", "served"), [("oscar", None, 128), ("oscar", 300, 300), ("auto", None, 256)])
+def test_as_many_requests_as_the_pool_holds(
+    model_path: Path, sidecar_path: Path, dtype: Any, given: int | None, served: int
+) -> None:
+    """vLLM's own default, up to 1,024, is more than a pool of 8% has blocks for."""
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    options = {"oscar": {"sidecar": str(sidecar_path)}}
+    asked = EngineArgs(str(model_path), kv_cache_dtype=dtype, max_num_seqs=given, additional_config=options)
+    config = asked.create_engine_config(UsageContext.LLM_CLASS)
+    assert config.scheduler_config.max_num_seqs == served
 
 
 def test_a_draft_model_in_the_cache(make_engine: Callable[..., Engine], model_path: Path) -> None:

@@ -272,13 +272,20 @@ def test_command_line(checkpoint: Path, tmp_path: Path, method: str, per: str) -
     assert (layer.key.mean.abs().max() > 0) == (method == "aware")
 
 
-def test_command_line_says_what_is_wrong(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line_says_what_is_wrong(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(command(checkpoint, tmp_path / "a", "--length", "12")) == 1
     assert "--length above sink + window = 12" in capsys.readouterr().err
     assert main(command(checkpoint, tmp_path / "a", "--data", str(tmp_path / "none"))) == 1
     assert "no such file" in capsys.readouterr().err
     assert main(command(checkpoint, tmp_path / "a", "--group-size", "48")) == 1
     assert "group_size 48" in capsys.readouterr().err
+    assert main(command(checkpoint, tmp_path / "a", "--key-encoder", "minmax", "--key-gain", "1.1")) == 1
+    assert "leave --key-gain out, or use --key-encoder ls" in capsys.readouterr().err
+    monkeypatch.setattr("transformers.utils.is_accelerate_available", lambda: False)
+    assert main(command(checkpoint, tmp_path / "a")) == 1
+    assert "pip install 'vllm-oscar[calibrate]'" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
 
 

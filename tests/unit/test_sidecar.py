@@ -200,6 +200,7 @@ def test_no_metadata(path: Path) -> None:
         {"window": 1.5},
         {"group_size": 0},
         {"group_size": 48},
+        {"group_size": 16},
         {"group_size": 2**40},
         {"absent_layers": [7]},
         {"absent_layers": ["0"]},
@@ -215,6 +216,14 @@ def test_bad_metadata_fields(path: Path, fields: dict[str, Any]) -> None:
     rewrite(path, **fields)
     with pytest.raises(errors.SidecarCorruptError):
         Sidecar.load(path)
+
+
+@pytest.mark.parametrize(("encoder", "says"), [("metric", "no metric encoder"), ("minmax", "minmax has no gain")])
+def test_what_no_kernel_does_is_refused(tmp_path: Path, encoder: str, says: str) -> None:
+    value = tensor(2, 64, encoder, 0)
+    layers = {index: replace(layer, value=value) for index, layer in make().layers.items()}
+    with pytest.raises(errors.SidecarCorruptError, match=says):
+        replace(make(), layers=layers).save(tmp_path / "s")
 
 
 @pytest.mark.parametrize(
@@ -278,6 +287,20 @@ def test_wrong_shape_dtype_and_values(path: Path, kind: str) -> None:
         rewrite(path, {name: bad})
         with pytest.raises(errors.SidecarNonFiniteError, match=name):
             Sidecar.load(path)
+
+
+def test_the_digest_is_of_the_file_that_was_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration that ends meanwhile puts another file in its place."""
+
+    def opened(*given: Any, **options: Any) -> Any:
+        other = path.with_name("other")
+        other.write_bytes(make(window=128).serialised())
+        other.replace(path)
+        return safe_open(*given, **options)
+
+    monkeypatch.setattr(sidecar, "safe_open", opened)
+    with pytest.raises(errors.SidecarCorruptError, match="replaced while it was read"):
+        Sidecar.load(path)
 
 
 def test_no_tensor_is_read_before_all_shapes_are_known(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,9 +157,11 @@ class OscarRuntime:
         if self.num_slots < floor:
             enough = 1.05 * floor * slot_bytes / max(memory, 1)
             remedy = f"raise pool_share to {enough:.2g} in the oscar options" if enough < 0.5 else "give it more memory"
+            if fitting := affordable // (floor // requests):
+                remedy += f", or lower --max-num-seqs to {fitting}"
             raise ConfigError(
                 f"pool_share {self.config.pool_share} of {memory / 2**30:.2f} GiB of cache memory holds {affordable} "
-                f"BF16 blocks, but {requests} requests need at least {floor}: {remedy}, or lower --max-num-seqs"
+                f"BF16 blocks, but {requests} requests need at least {floor}: {remedy}"
             )
         self.pool_bytes = self.num_slots * slot_bytes
         cache = self.vllm_config.cache_config

@@ -15,6 +15,7 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 
 import functools
 import importlib.metadata
+import logging
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -24,9 +25,12 @@ from packaging.version import Version
 
 from vllm_oscar.errors import UnsupportedError, VllmVersionError
 
+logger = logging.getLogger("vllm.oscar")
+
 DTYPE = "oscar"
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
 FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
+MAX_NUM_SEQS = 128  # what is served at a time, unless the user says how many
 FIRST, BEFORE = Version("0.26"), Version("0.34")
 SUPPORTED = f"vllm>={FIRST},<{BEFORE}"
 
@@ -156,7 +160,8 @@ def size_pages() -> Callable[[], None]:
 
 def check_first() -> Callable[[], None]:
     """What cannot be served is refused by the process that the user started, before it starts others: theirs ends
-    as "Engine core initialization failed", far below the reason.
+    as "Engine core initialization failed", far below the reason. And a number of requests that nobody chose becomes
+    one that the pool holds: vLLM's is 1,024 on large GPUs.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -165,6 +170,13 @@ def check_first() -> Callable[[], None]:
 
     @functools.wraps(original)  # type: ignore[arg-type]
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.kv_cache_dtype == DTYPE and self.max_num_seqs is None:
+            self.max_num_seqs = MAX_NUM_SEQS
+            logger.info(
+                "OSCAR serves at most %d requests at a time where --max-num-seqs is not given: each needs room in the "
+                "pool of BF16 copies",
+                MAX_NUM_SEQS,
+            )
         vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
         if vllm_config.cache_config.cache_dtype == DTYPE:
             from vllm_oscar.integration.runtime import asked_for
