@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
     ("oscar", "options", "error", "says"),
     [
         ({"windw": 3}, {}, ConfigError, r"unknown oscar options \['windw'\]; known: .*'window'"),
-        ({"pool_share": 2e-4}, {}, ConfigError, r"raise pool_share to [0-9.]+ .*or lower --max-num-seqs to [1-9]"),
+        ({"pool_share": 1.5e-3}, {}, ConfigError, r"raise pool_share to [0-9.]+ .*or lower --max-num-seqs to [1-9]"),
         ({"sidecar": "/nowhere.safetensors"}, {}, SidecarNotFoundError, "python -m vllm_oscar.calibrate"),
         ({}, {"attention_backend": "CPU_ATTN"}, UnsupportedError, "another attention backend .*leave it out"),
         (
