@@ -12,6 +12,7 @@ import torch
 from vllm_oscar import __version__
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
+from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.search import search
 from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
@@ -158,18 +159,26 @@ def calibrate(
         "data": data.digest,
         "far": vars(far) if far else None,
         "dtype": str(next(model.decoder.parameters()).dtype),
-        "search": vars(recipe) if recipe.search else None,
+        "tuned": vars(recipe) if recipe.refits or recipe.search else None,
     }
 
-    def tune(statistics: LayerStatistics, samples: Sequence[Attention]) -> dict[str, torch.Tensor]:
-        return search(solve(statistics, recipe)[0], samples, pairs, recipe.group_size)
+    def tune(
+        statistics: LayerStatistics, keys: Sequence[Keys], samples: Sequence[Attention]
+    ) -> dict[str, torch.Tensor]:
+        found = LayerStatistics(dict(statistics.tensors))
+        if recipe.refits:
+            key = solve(found, recipe)[0].key
+            found.tensors |= refit(key, keys, statistics, recipe.context, recipe.group_size, recipe.per)
+        if recipe.search:
+            found.tensors |= search(solve(found, recipe)[0], samples, pairs, recipe.group_size)
+        return found.tensors
 
     state = State(state_folder, job, resume)
     if state.done >= 0:
         logger.info("going on after %d layers (%s)", state.done, state_folder)
     layers = len(model.layers)
     with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
-        collect(model, data.ids, far, state, bar.update, tune if recipe.search else None)
+        collect(model, data.ids, far, state, bar.update, tune if recipe.refits or recipe.search else None)
     solved: dict[int, LayerCalibration] = {}
     absent, unknown = [], []
     for index in range(layers):
