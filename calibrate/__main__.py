@@ -162,16 +162,12 @@ def calibrate(
         "tuned": vars(recipe) if recipe.refits or recipe.search else None,
     }
 
-    def tune(
-        statistics: LayerStatistics, keys: Sequence[Keys], samples: Sequence[Attention]
-    ) -> dict[str, torch.Tensor]:
-        found = LayerStatistics(dict(statistics.tensors))
+    def tune(statistics: LayerStatistics, keys: Sequence[Keys], samples: Sequence[Attention]) -> LayerStatistics:
         if recipe.refits:
-            key = solve(found, recipe)[0].key
-            found.tensors |= refit(key, keys, statistics, recipe.context, recipe.group_size, recipe.per)
+            statistics = refit(statistics, keys, recipe)
         if recipe.search:
-            found.tensors |= search(solve(found, recipe)[0], samples, pairs, recipe.group_size)
-        return found.tensors
+            statistics.tensors |= search(solve(statistics, recipe)[0], samples, pairs, recipe.group_size)
+        return statistics
 
     state = State(state_folder, job, resume)
     if state.done >= 0:

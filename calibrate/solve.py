@@ -106,7 +106,7 @@ def solve(statistics: LayerStatistics, recipe: Recipe) -> tuple[LayerCalibration
 
 
 def _refitted(key: TensorCalibration, statistics: LayerStatistics, recipe: Recipe) -> TensorCalibration:
-    """With the transform and the mean that `refit` found, and the metric that belongs to them."""
+    """With the transform that `refit` found, and the metric that belongs to it."""
     transform = statistics.tensors["key_refit_transform"]
     error = key_moments(statistics, recipe.context, recipe.turning_pairs).error
     if recipe.per == "layer":
@@ -114,12 +114,8 @@ def _refitted(key: TensorCalibration, statistics: LayerStatistics, recipe: Recip
     inverse = torch.linalg.inv(transform)
     gram = unit_diagonal(inverse @ regularised(error) @ inverse.mT).float()
     known = _trace(error) > 0  # heads that INT2 was read from
-    return replace(
-        key,
-        mean=statistics.tensors["key_refit_mean"].float(),
-        transform=transform.float(),
-        metric=torch.where(known[:, None, None], gram, key.metric),
-    )
+    assert key.metric is not None  # Recipe.refits
+    return replace(key, transform=transform.float(), metric=torch.where(known[:, None, None], gram, key.metric))
 
 
 def _searched(calibration: TensorCalibration, statistics: LayerStatistics, name: str) -> TensorCalibration:

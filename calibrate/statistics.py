@@ -40,8 +40,8 @@ class LayerStatistics:
             key_first, value_first (heads, D), key_weight, value_weight (heads,), and where RoPE is known its frequency
             (pairs,), the sequences' length (), and, over cosines and sines of RoPE's angles, wave_first
             (heads, 2 pairs), wave_second (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D). Beside them what
-            `refit` found: key_refit_transform (heads, D, D), key_refit_mean (heads, D); and `search`: key_gain,
-            value_gain, key_clip, value_clip ().
+            `refit` found: key_refit_transform (heads, D, D); and what `search` found: key_gain, value_gain, key_clip,
+            value_clip ().
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor] | None = None) -> None:

@@ -202,7 +202,7 @@ class Call:
         return output
 
 
-Tune = Callable[[LayerStatistics, Sequence[Keys], Sequence[Attention]], dict[str, torch.Tensor]]
+Tune = Callable[[LayerStatistics, Sequence[Keys], Sequence[Attention]], LayerStatistics]
 
 
 @torch.inference_mode()
@@ -222,8 +222,8 @@ def collect(
         far: None: only what `reference` needs
         state: goes on where it was left
         progress: called with the number of (sequence, layer) pairs finished
-        tune: given a layer's statistics, and of the first sequences its keys and its attention calls: what to keep
-            beside the statistics
+        tune: given a layer's statistics, and of the first sequences its keys and its attention calls: the statistics
+            to keep, with what it found
     """
     calls, first = _record(model, ids[:1])
     shape, dtype = (first.shape[1], first.shape[2]), first.dtype
@@ -257,7 +257,7 @@ def collect(
                 target.write(index, calls[number](layer, source.read(index).to(model.device)))
                 progress(1)
             if tune and samples:
-                statistics.tensors |= tune(statistics, keys, samples)
+                statistics = tune(statistics, keys, samples)
         source.close()
         target.close()
         state.finish(number, statistics)
