@@ -15,6 +15,7 @@ import torch
 from benchmarks.emulation import cache_of, load, measure
 from vllm_oscar.calibrate.capture import Attention, capturing
 from vllm_oscar.calibrate.data import builtin_text
+from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.solve import Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.evaluation.drift import drifts
@@ -45,17 +46,25 @@ def split(name: str, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def calibrated(model: Any, like: Sidecar, windows: torch.Tensor) -> Sidecar:
     """A sidecar from these windows."""
     far = FarSet(like.sink, like.window)
-    layers = [LayerStatistics() for _ in range(like.fingerprint.num_layers)]
+    layers: list[tuple[LayerStatistics, list[Keys]]] = [
+        (LayerStatistics(), []) for _ in range(like.fingerprint.num_layers)
+    ]
     for window in windows:
         waiting = iter(layers)
 
         def observe(attention: Attention) -> None:
-            next(waiting).add(attention, far)  # noqa: B023
+            statistics, keys = next(waiting)  # noqa: B023
+            weight = statistics.add(attention, far)
+            assert weight is not None
+            keys.append(Keys(attention.key, weight.float()))
 
         with capturing(model.config, observe):
             model.get_decoder()(input_ids=window[None], use_cache=False)
     recipe = Recipe.of("aware", per=like.per, group_size=like.group_size)
-    return replace(like, layers={index: solve(one, recipe)[0] for index, one in enumerate(layers)})
+    solved = {
+        index: solve(refit(statistics, keys, recipe), recipe)[0] for index, (statistics, keys) in enumerate(layers)
+    }
+    return replace(like, layers=solved)
 
 
 def main() -> None:

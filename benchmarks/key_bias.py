@@ -28,6 +28,7 @@ import torch
 from benchmarks.emulation import HEAD, Cache, Storage, Stored, line, load, measure
 from vllm_oscar.calibrate.capture import Attention, capturing
 from vllm_oscar.calibrate.data import open_corpus, sequences
+from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.solve import Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.evaluation.measure import measure as measure_engine
@@ -43,16 +44,24 @@ Biases = list[torch.Tensor]  # of each layer
 
 
 class BiasedStatistics(LayerStatistics):
-    """Statistics of a layer, and the moments that its keys would have with each of some biases.
+    """Statistics of a layer and its keys, and the moments that the keys would have with each of some biases.
 
     Attributes:
         biased: by the bias's name
+        keys: of every sequence, without a bias
     """
 
     def __init__(self, rotated: dict[str, torch.Tensor]) -> None:
         super().__init__()
         self._rotated = rotated  # (KV heads, T, D)
         self.biased = {name: LayerStatistics() for name in rotated}
+        self.keys: list[Keys] = []
+
+    def observe(self, attention: Attention, frequency: torch.Tensor) -> None:
+        """One sequence."""
+        weight = self.add(attention, FarSet(SINK, WINDOW), frequency)
+        assert weight is not None
+        self.keys.append(Keys(attention.key, weight.float()))
 
     def _add_moments(self, name: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
         super()._add_moments(name, rows, weight)
@@ -65,9 +74,13 @@ class BiasedStatistics(LayerStatistics):
         for bias, rotated in self._rotated.items():
             self.biased[bias]._add_waves(frequency, rows + rotated, weight)
 
-    def with_bias(self, name: str) -> LayerStatistics:
-        """All of the layer's sums."""
-        return LayerStatistics(self.tensors | self.biased[name].tensors)
+    def solved(self, recipe: Recipe, bias: str | None) -> LayerCalibration:
+        """With a bias by its name, or none."""
+        if bias is None:
+            return solve(refit(self, self.keys, recipe), recipe)[0]
+        sums = LayerStatistics(self.tensors | self.biased[bias].tensors)
+        keys = [Keys(one.rows + self._rotated[bias], one.weight) for one in self.keys]
+        return solve(refit(sums, keys, recipe), recipe)[0]
 
 
 @torch.inference_mode()
@@ -145,33 +158,31 @@ def compare(
     sums = [BiasedStatistics({kind: by_layer[layer] for kind, by_layer in turned.items()}) for layer in layers]
     frequency = model.get_decoder().rotary_emb.inv_freq.float()
     for layer, attention in observed(model, ids):
-        sums[layer].add(attention, FarSet(SINK, WINDOW), frequency)
+        sums[layer].observe(attention, frequency)
     fingerprint = ModelFingerprint.of(model.config)
     recipe = Recipe.of("aware", per="head", group_size=fingerprint.head_size)
 
-    def sidecar(statistics: list[LayerStatistics], pairs: int = MAX_TURNING_PAIRS) -> Sidecar:
+    def sidecar(bias: str | None = None, pairs: int = MAX_TURNING_PAIRS) -> Sidecar:
         own = replace(recipe, turning_pairs=pairs)
-        solved = {layer: solve(one, own)[0] for layer, one in enumerate(statistics)}
+        solved = {layer: one.solved(own, bias) for layer, one in enumerate(sums)}
         return Sidecar(solved, fingerprint, "aware", fingerprint.head_size, SINK, WINDOW)
 
-    plain = sidecar(list(sums))
+    plain = sidecar()
     text = held_out(tokenizer, "prose", windows, CONTEXT)
     print(f"prose, {windows} windows, bias {MAGNITUDE:g} x rms, calibrated on {len(ids)} sequences\n{HEAD}", flush=True)
     if name:
         methods = [Method.of_sidecar("no bias", plain)]
         for kind, bias in made.items():
-            biased = [one.with_bias(kind) for one in sums]
             for label, most in (("constant", 0), ("the default", MAX_TURNING_PAIRS)):
-                seen = unbiased(sidecar(biased, most), bias, frequency)
+                seen = unbiased(sidecar(kind, most), bias, frequency)
                 methods.append(Method.of_sidecar(f"{kind}: {label}", seen))
         for run in measure_engine(name, methods, {"prose": text}):
             print(line(run.method, {k: v for k, v in vars(run).items() if isinstance(v, float)}), flush=True)
         return
     for kind, by_layer in turned.items():
-        biased = [one.with_bias(kind) for one in sums]
 
-        def biased_keys(pairs: int, biased: list[LayerStatistics] = biased, by_layer: Biases = by_layer) -> Storage:
-            own = Stored(sidecar(biased, pairs), "k")
+        def biased_keys(pairs: int, kind: str = kind, by_layer: Biases = by_layer) -> Storage:
+            own = Stored(sidecar(kind, pairs), "k")
             return lambda layer, key: own(layer, (key + by_layer[layer]).bfloat16().float()) - by_layer[layer]
 
         caches = {

@@ -37,10 +37,7 @@ def main() -> None:
     data = sequences(open_corpus(None, tokenizer), tokenizer, options.sequences, LENGTH, 0)
     caches = {}
     with tempfile.TemporaryDirectory() as folder:
-        for context in (
-            LENGTH,
-            max(options.contexts),
-        ):  # the statistics are the same: the second goes on from the first
+        for context in (LENGTH, max(options.contexts)):
             recipe = Recipe.of("aware", per="head", group_size=fingerprint.head_size, context=context)
             with Model.opened(options.model, torch.device("cpu"), None) as opened:
                 made = calibrate(opened, fingerprint, data, recipe, SINK, WINDOW, 4, Path(folder) / "state")

@@ -12,6 +12,7 @@ import torch
 from vllm_oscar import __version__
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
+from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.search import search
 from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--group-size", type=int, default=0, help="channels that share a scale; 0: the whole head")
     p.add_argument("--key-encoder", choices=ENCODERS, help="aware: metric; reference: minmax")
     p.add_argument("--value-encoder", choices=("ls", "minmax"), help="aware: ls; reference: minmax")
-    p.add_argument("--key-gain", type=float, help="aware: 1.05 (ls keys: 1.1); reference: 1")
+    p.add_argument("--key-gain", type=float, help="aware: 1.0375 (ls keys: 1.1); reference: 1")
     p.add_argument("--value-gain", type=float, help="aware: 1.1; reference: 1")
     p.add_argument("--key-clip", type=float, default=KEY_CLIP, help="of minmax")
     p.add_argument("--value-clip", type=float, default=VALUE_CLIP, help="of minmax")
@@ -158,18 +159,22 @@ def calibrate(
         "data": data.digest,
         "far": vars(far) if far else None,
         "dtype": str(next(model.decoder.parameters()).dtype),
-        "search": vars(recipe) if recipe.search else None,
+        "tuned": vars(recipe) if recipe.refits or recipe.search else None,
     }
 
-    def tune(statistics: LayerStatistics, samples: Sequence[Attention]) -> dict[str, torch.Tensor]:
-        return search(solve(statistics, recipe)[0], samples, pairs, recipe.group_size)
+    def tune(statistics: LayerStatistics, keys: Sequence[Keys], samples: Sequence[Attention]) -> LayerStatistics:
+        if recipe.refits:
+            statistics = refit(statistics, keys, recipe)
+        if recipe.search:
+            statistics.tensors |= search(solve(statistics, recipe)[0], samples, pairs, recipe.group_size)
+        return statistics
 
     state = State(state_folder, job, resume)
     if state.done >= 0:
         logger.info("going on after %d layers (%s)", state.done, state_folder)
     layers = len(model.layers)
     with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
-        collect(model, data.ids, far, state, bar.update, tune if recipe.search else None)
+        collect(model, data.ids, far, state, bar.update, tune if recipe.refits or recipe.search else None)
     solved: dict[int, LayerCalibration] = {}
     absent, unknown = [], []
     for index in range(layers):

@@ -96,6 +96,30 @@ def key_mean(statistics: LayerStatistics, context: int, turning: TurningMean | N
     return _Rope.of(statistics, context).averaged_mean(mean) if "frequency" in statistics.tensors else mean
 
 
+def turned_rows(
+    rows: torch.Tensor, position: torch.Tensor, statistics: LayerStatistics, context: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys as they are at random places of the context, the same every time, and their positions there.
+
+    Args:
+        rows: float32 (tokens, heads, D), after RoPE
+        position: int64 (tokens,), where they are now
+        statistics: of `aware`; without RoPE's frequencies, rows stay where they are
+    """
+    if "frequency" not in statistics.tensors:
+        return rows, position
+    rope = _Rope.of(statistics, context)
+    generator = torch.Generator().manual_seed(0)
+    length = torch.randint(_LENGTHS, (len(rows),), generator=generator)
+    shift = (torch.rand(len(rows), generator=generator) * rope.shifts.cpu()[length]).long().to(rows.device)
+    angle = shift[:, None, None] * rope.frequency.to(rows.device).double()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    first, second = rows[..., rope.first], rows[..., rope.second]
+    turned = rows.clone()
+    turned[..., rope.first], turned[..., rope.second] = first * cos - second * sin, second * cos + first * sin
+    return turned, position + shift
+
+
 @dataclass(frozen=True)
 class _Rope:
     """A layer's RoPE.

@@ -40,7 +40,8 @@ class LayerStatistics:
             key_first, value_first (heads, D), key_weight, value_weight (heads,), and where RoPE is known its frequency
             (pairs,), the sequences' length (), and, over cosines and sines of RoPE's angles, wave_first
             (heads, 2 pairs), wave_second (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D). Beside them what
-            `search` found: key_gain, value_gain, key_clip, value_clip ().
+            `refit` found: key_refit_transform (heads, D, D); and what `search` found: key_gain, value_gain, key_clip,
+            value_clip ().
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -50,17 +51,22 @@ class LayerStatistics:
         amount = amount.double()
         self.tensors[name] = self.tensors[name] + amount if name in self.tensors else amount
 
-    def add(self, attention: Attention, far: FarSet | None, frequency: torch.Tensor | None = None) -> None:
+    def add(
+        self, attention: Attention, far: FarSet | None, frequency: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """One sequence.
 
         Args:
             far: the pairs for the sums of `aware`; None: the sums of `reference`
             frequency: float32 (pairs,), of RoPE in radians a token; None: not known, or there is none
+
+        Returns:
+            For `aware`: float64 (heads, T), what an error in each key's logits costs.
         """
         if far is None:
             self._add_reference(attention)
-        else:
-            self._add_aware(attention, far, frequency)
+            return None
+        return self._add_aware(attention, far, frequency)
 
     def _add_reference(self, attention: Attention) -> None:
         kv_heads, length, head_size = attention.key.shape
@@ -77,7 +83,7 @@ class LayerStatistics:
         weight = weight / weight.sum(-1, keepdim=True)
         self._add("value_weighted", (value * weight[..., None]).mT @ value)
 
-    def _add_aware(self, attention: Attention, far: FarSet, frequency: torch.Tensor | None) -> None:
+    def _add_aware(self, attention: Attention, far: FarSet, frequency: torch.Tensor | None) -> torch.Tensor:
         kv_heads, length, head_size = attention.key.shape
         device = attention.key.device
         projection = exact(attention.projection)
@@ -113,6 +119,7 @@ class LayerStatistics:
         self._add_moments("value", attention.value.double(), value_weight)
         if frequency is not None:
             self._add_waves(frequency.to(device), attention.key.double(), key_weight)
+        return key_weight
 
     def _add_moments(self, name: str, rows: torch.Tensor, weight: torch.Tensor) -> None:
         """Weighted sums of rows (heads, T, D), weights (heads, T)."""

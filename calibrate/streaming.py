@@ -3,8 +3,8 @@
 The decoder's own forward runs once for each sequence with layers that only note how they were called; what would have
 gone into the first layer is written to a file. Then each layer is loaded, run over all sequences from that file into
 another, and dropped. In memory at a time: the embedding or one layer, one sequence's activations, and the attention
-statistics (`capture.BLOCK_ELEMENTS`); where gains are searched, SAMPLES attention calls of one layer; on disk: two
-files of sequences x length x hidden size in the run dtype.
+statistics (`capture.BLOCK_ELEMENTS`); of one layer, the keys of refit.SAMPLES sequences, and where gains are searched
+search.SAMPLES attention calls; on disk: two files of sequences x length x hidden size in the run dtype.
 """
 
 import json
@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vllm_oscar.calibrate.capture import Attention, capturing
+from vllm_oscar.calibrate.refit import SAMPLES as KEY_SAMPLES
+from vllm_oscar.calibrate.refit import Keys
 from vllm_oscar.calibrate.rope import rope_frequencies
 from vllm_oscar.calibrate.search import SAMPLES
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
@@ -203,7 +205,7 @@ class Call:
         return output
 
 
-Tune = Callable[[LayerStatistics, Sequence[Attention]], dict[str, torch.Tensor]]
+Tune = Callable[[LayerStatistics, Sequence[Keys], Sequence[Attention]], LayerStatistics]
 
 
 @torch.inference_mode()
@@ -223,7 +225,8 @@ def collect(
         far: None: only what `reference` needs
         state: goes on where it was left
         progress: called with the number of (sequence, layer) pairs finished
-        tune: given a layer's statistics and the first SAMPLES of its attention calls, what to keep beside them
+        tune: given a layer's statistics, and of the first sequences its keys and its attention calls: the statistics
+            to keep, with what it found
     """
     calls, first = _record(model, ids[:1])
     shape, dtype = (first.shape[1], first.shape[2]), first.dtype
@@ -240,11 +243,14 @@ def collect(
             part.to("meta")  # the embedding is not needed any more
     for number in range(state.done, len(model.layers)):
         statistics = LayerStatistics()
+        keys: list[Keys] = []
         samples: list[Attention] = []
         frequency = frequencies[number]
 
         def observe(attention: Attention) -> None:
-            statistics.add(attention, far, frequency)  # noqa: B023
+            weight = statistics.add(attention, far, frequency)  # noqa: B023
+            if tune and weight is not None and len(keys) < KEY_SAMPLES:  # noqa: B023
+                keys.append(Keys(attention.key, weight.float()))  # noqa: B023
             if tune and len(samples) < SAMPLES:  # noqa: B023
                 samples.append(attention)  # noqa: B023
 
@@ -254,7 +260,7 @@ def collect(
                 target.write(index, calls[number](layer, source.read(index).to(model.device)))
                 progress(1)
             if tune and samples:
-                statistics.tensors |= tune(statistics, samples)
+                statistics = tune(statistics, keys, samples)
         source.close()
         target.close()
         state.finish(number, statistics)
