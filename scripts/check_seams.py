@@ -37,6 +37,7 @@ RECEIVERS = {
     "cache_config": "vllm.config.CacheConfig",
     "compilation_config": "vllm.config.CompilationConfig",
     "model_config": "vllm.config.ModelConfig",
+    "attention": "vllm.config.attention.AttentionConfig",
     "parallel": "vllm.config.ParallelConfig",
     "parallel_config": "vllm.config.ParallelConfig",
     "scheduler": "vllm.config.SchedulerConfig",

@@ -163,6 +163,14 @@ TINY = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _architectures_are_looked_at_here() -> Iterator[None]:
+    """vLLM imports each architecture in a process of its own to see what it can do: 8 s where nothing is cached."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda function: function())
+        yield
+
+
 @pytest.fixture
 def tiny_model(tmp_path: Path) -> Callable[[Mapping[str, Any]], Path]:
     """Folder of a small model with random weights: TINY with what the configuration says beside or instead."""

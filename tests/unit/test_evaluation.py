@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vllm_oscar import cli
@@ -536,10 +537,12 @@ def test_doctor_states_memory_with_the_copies_counted() -> None:
 
 
 @pytest.fixture
-def model_folder(tmp_path: Path) -> Path:
+def model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # in a process of its own vLLM needs 8 s to look at an architecture
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", lambda function: function())
     config = {
-        "model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "hidden_size": 256, "head_dim": 64, "rope_theta": 10000.0,
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "head_dim": 64, "rope_theta": 10000.0,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -568,12 +571,48 @@ def test_doctor_finds_the_sidecar_or_says_how_to_make_one(
     assert {finding["what"] for finding in findings} >= {"vLLM", "sidecar", "memory"}
 
 
-def test_doctor_fails_where_a_model_cannot_be_served(model_folder: Path) -> None:
-    config = json.loads((model_folder / "config.json").read_text()) | {"head_dim": 72}
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"head_dim": 72}, "head size 72"),
+        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "attention sinks (gpt-oss)"),
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "models without attention"),
+    ],
+    ids=["head size", "sinks", "no attention"],
+)
+def test_doctor_says_of_a_model_what_a_start_would_say(model_folder: Path, change: dict[str, Any], says: str) -> None:
+    config = json.loads((model_folder / "config.json").read_text()) | change
     (model_folder / "config.json").write_text(json.dumps(config))
     (found,) = doctor.model(str(model_folder))
     assert found.status == "fail"
-    assert "head size 72" in found.text
+    assert f"--kv-cache-dtype oscar does not support {says}" in found.text
+
+
+@pytest.mark.parametrize(
+    ("gpu", "version", "status"), [(False, "0.33.1", "ok"), (True, "0.26.2", "ok"), (True, "0.33.1", "warn")]
+)
+def test_doctor_says_which_vllm_was_run_on_gpus(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, version: str, status: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H200")
+    monkeypatch.setattr("vllm_oscar.integration.seams.vllm_version", lambda: Version(version))
+    found = {finding.what: finding for finding in doctor.environment()}
+    assert found["vLLM"].status == status
+    assert ("vllm==0.26.*" in found["vLLM"].text) == (status == "warn")
+
+
+def test_doctor_sees_a_folder_that_hides_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found() -> list[str]:
+        return [finding.status for finding in doctor.environment() if finding.what == "working directory"]
+
+    monkeypatch.chdir(Path(doctor.__file__).parents[2])  # of a checkout, the folder is the package
+    assert found() == []
+    monkeypatch.chdir(tmp_path)
+    assert found() == []
+    (tmp_path / "vllm_oscar").mkdir()
+    assert found() == ["warn"]
 
 
 # ---- needles and answers

@@ -167,12 +167,11 @@ def test_pages_have_the_size_of_the_layout(head_size: int, ratio: float) -> None
 
 
 def selector(**changes: Any) -> Any:
-    """vLLM's AttentionSelectorConfig, as far as it is looked at."""
-    usual = {
-        "head_size": 64, "use_mla": False, "use_sparse": False, "has_sink": False, "use_mm_prefix": False,
-        "use_non_causal": False, "attn_type": "decoder",
-    }  # fmt: skip
-    return SimpleNamespace(**(usual | changes))
+    """What vLLM asks a platform for a backend with."""
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    usual = {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "oscar", "block_size": 16}
+    return AttentionSelectorConfig(**(usual | changes))
 
 
 @pytest.mark.parametrize(
@@ -206,44 +205,6 @@ def test_another_attention_backend_is_refused() -> None:
         refuse_unsupported("FLASH_ATTN", selector())
 
 
-@pytest.mark.parametrize(
-    ("parallel", "other", "what", "instead"),
-    [
-        ({"decode_context_parallel_size": 2}, {}, "decode context parallelism", "use tensor parallelism"),
-        ({"prefill_context_parallel_size": 2}, {}, "prefill context parallelism", "use tensor parallelism"),
-        ({"enable_dbo": True}, {}, "dual batch overlap", "leave --enable-dbo out"),
-        ({}, {"kv_transfer_config": object()}, "KV connectors", "leave --kv-transfer-config out"),
-        (
-            {},
-            {"cache_config": SimpleNamespace(kv_sharing_fast_prefill=True)},
-            "fast prefill of layers that share",
-            "leave --kv-sharing-fast-prefill out",
-        ),
-        ({}, {"cache_config": SimpleNamespace(calculate_kv_scales=True)}, "--calculate-kv-scales", "leave it out"),
-        ({}, {"model_config": SimpleNamespace(is_hybrid=True)}, "hybrid models", "fp8 or auto"),
-        ({}, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by a model", '"method": "ngram"'),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_engine_features_that_would_answer_wrongly_are_refused(
-    parallel: dict[str, Any], other: dict[str, Any], what: str, instead: str
-) -> None:
-    from vllm_oscar.integration.runtime import refuse_unsupported_engine
-
-    usual = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "enable_dbo": False}
-
-    def config(parallel: dict[str, Any], other: dict[str, Any]) -> Any:
-        return SimpleNamespace(
-            **({"kv_transfer_config": None} | other), parallel_config=SimpleNamespace(**(usual | parallel))
-        )
-
-    refuse_unsupported_engine(config({}, {}))
-    with pytest.raises(UnsupportedError) as caught:
-        refuse_unsupported_engine(config(parallel, other))
-    assert what in str(caught.value)
-    assert instead in str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["ChunkedLocalAttention", "PrefillPrefixLMAttention", "RSWAAttention"])
 def test_layers_that_mask_in_their_own_way_are_refused(name: str) -> None:
     """vLLM chooses our backend for them as for any decoder layer."""
@@ -263,22 +224,39 @@ def test_layers_that_mask_in_their_own_way_are_refused(name: str) -> None:
         refuse_unsupported_layer(uneven, 64)
 
 
-def test_gpus_without_bf16_tensor_cores_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_oscar.integration import backend
+def test_layers_that_take_our_dtype_with_another_backend_are_refused() -> None:
+    """Their rows would be cast to bytes."""
+    from vllm_oscar.integration.refusal import refuse_other_layers
 
-    def gpu(capability: tuple[int, int]) -> Any:
-        return SimpleNamespace(
-            is_cuda=lambda: True,
-            is_cpu=lambda: False,
+    own = SimpleNamespace(kv_cache_dtype="auto", impl=object())
+    refuse_other_layers([own, torch.nn.Linear(1, 1)])
+    with pytest.raises(UnsupportedError, match="SimpleNamespace layers with a backend of the model's choice"):
+        refuse_other_layers([own, SimpleNamespace(kv_cache_dtype="oscar", impl=object())])
+
+
+def test_gpus_without_bf16_tensor_cores_and_fp32_on_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_oscar.integration import refusal
+
+    def on(capability: tuple[int, int] | None, dtype: torch.dtype) -> None:
+        platform = SimpleNamespace(
+            is_cuda=lambda: capability is not None,
+            is_cpu=lambda: capability is None,
             device_name="cuda",
-            has_device_capability=lambda least: capability >= least,
+            has_device_capability=lambda least: capability is not None and capability >= least,
         )
+        monkeypatch.setattr(refusal, "current_platform", platform)
+        refusal.refuse_unsupported_platform(dtype)
 
-    monkeypatch.setattr(backend, "current_platform", gpu((7, 5)))
+    on((8, 0), torch.bfloat16)
+    on((9, 0), torch.float16)
+    on(None, torch.float32)
     with pytest.raises(UnsupportedError, match=r"older than compute capability 8\.0"):
-        backend.refuse_unsupported(None, selector())
-    monkeypatch.setattr(backend, "current_platform", gpu((8, 0)))
-    backend.refuse_unsupported(None, selector())
+        on((7, 5), torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="FP32 on GPUs; use --dtype bfloat16"):
+        on((9, 0), torch.float32)
+    monkeypatch.setattr(refusal, "current_platform", SimpleNamespace(is_cpu=bool, is_cuda=bool, device_name="rocm"))
+    with pytest.raises(UnsupportedError, match="the platform rocm; use NVIDIA GPUs or the CPU build"):
+        refusal.refuse_unsupported_platform(torch.bfloat16)
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [(None, 64), (16, 16)])

@@ -7,6 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def environment() -> Iterator[Finding]:
     yield Finding(
         "versions", "ok", f"vllm-oscar {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     )
-    yield _checked("vLLM", _seams)
+    yield _seams()
     entry_points = importlib.metadata.entry_points(group=GROUP)
     if NAME in entry_points.names:
         yield Finding("entry point", "ok", f"{NAME!r} is registered in {GROUP}")
@@ -51,6 +52,7 @@ def environment() -> Iterator[Finding]:
             "entry point", "fail", f"{GROUP} has no {NAME!r}: install vllm-oscar with pip, also for a checkout"
         )
     yield _allowed(os.environ.get("VLLM_PLUGINS"))
+    yield from _hidden()
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         name = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
@@ -75,6 +77,7 @@ def model(name: str) -> Iterator[Finding]:
 
     try:
         config = AutoConfig.from_pretrained(name)
+        _refuse(name)
         fingerprint = ModelFingerprint.of(config)
         layout = PageLayout(fingerprint.head_size, block_size=16)
     except (OSError, ValueError, OscarError) as error:
@@ -88,7 +91,7 @@ def model(name: str) -> Iterator[Finding]:
     )
     kinds = getattr(getattr(config, "text_config", None) or config, "layer_types", None) or ["full_attention"]
     if odd := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
-        yield Finding("layers", "warn", f"{', '.join(odd)} layers: refused with an INT2 cache, or not tried yet")
+        yield Finding("layers", "warn", f"{', '.join(odd)} layers: not tried with an INT2 cache")
     yield _checked("sidecar", lambda: _sidecar(name, fingerprint))
     yield Finding("memory", "ok", capacity(fingerprint, layout, OscarConfig.parse(None).pool_share))
 
@@ -104,12 +107,38 @@ def capacity(fingerprint: ModelFingerprint, layout: PageLayout, pool_share: floa
     )
 
 
-def _seams() -> str:
-    from vllm_oscar.integration import seams
+def _seams() -> Finding:
+    try:
+        from vllm_oscar.integration import seams
 
-    version = seams.vllm_version()
-    seams.install()
-    return f"{version}, every seam is as expected"
+        version = seams.vllm_version()
+        seams.install()
+    except (OscarError, ImportError) as error:
+        return Finding("vLLM", "fail", str(error))
+    verified = seams.VERIFIED_ON_GPUS
+    if torch.cuda.is_available() and version.release[:2] != verified.release[:2]:
+        return Finding(
+            "vLLM",
+            "warn",
+            f"{version}, every seam is as expected; on GPUs only {verified} was run: install 'vllm=={verified}.*', or "
+            "check with benchmarks/verify_engine.py",
+        )
+    return Finding("vLLM", "ok", f"{version}, every seam is as expected")
+
+
+def _refuse(name: str) -> None:
+    """What the start of an engine would refuse because of the model.
+
+    Raises:
+        UnsupportedError, ValueError: ours, or vLLM's own.
+    """
+    try:
+        from vllm.config import ModelConfig
+    except ImportError:  # which `environment` says
+        return
+    from vllm_oscar.integration.refusal import refuse_unsupported_model
+
+    refuse_unsupported_model(ModelConfig(name, skip_tokenizer_init=True))
 
 
 def _sidecar(name: str, fingerprint: ModelFingerprint) -> str:
@@ -132,6 +161,17 @@ def _allowed(plugins: str | None) -> Finding:
     return Finding(
         "VLLM_PLUGINS", "fail", f"is {plugins!r}, so that vLLM does not load this plugin: unset it, or add {NAME!r}"
     )
+
+
+def _hidden() -> Iterator[Finding]:
+    """A folder of our name where the user is: `python` looks there first, and `oscar` does not."""
+    here = Path("vllm_oscar").resolve()
+    if here.is_dir() and here != Path(__file__).resolve().parents[1]:
+        yield Finding(
+            "working directory",
+            "warn",
+            f"{here} can hide this package from programs that `python` starts here: move it",
+        )
 
 
 def _checked(what: str, look: Callable[[], str]) -> Finding:

@@ -7,7 +7,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, AttentionType, MultipleOf
 
 from vllm_oscar.integration.refusal import refuse
-from vllm_oscar.integration.seams import DTYPE, FIRST_GPU
+from vllm_oscar.integration.seams import DTYPE
 from vllm_oscar.page_layout import HEAD_SIZES
 
 if TYPE_CHECKING:
@@ -79,21 +79,12 @@ class OscarBackend(AttentionBackend):
 
 
 def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
-    """Layers that have no INT2 form, refused while the model is built.
+    """Layers that have no INT2 form, refused while the model is built: what no configuration showed before.
 
     Args:
         selected_backend: what --attention-backend named, or None
         selector: vLLM's AttentionSelectorConfig
     """
-    refuse(
-        current_platform.is_cuda() and not current_platform.has_device_capability(FIRST_GPU),
-        f"GPUs older than compute capability {FIRST_GPU[0]}.{FIRST_GPU[1]} (Ampere)",
-    )
-    refuse(
-        not (current_platform.is_cpu() or current_platform.is_cuda()),
-        f"the platform {current_platform.device_name}",
-        "use NVIDIA GPUs or the CPU build",
-    )
     refuse(selected_backend is not None, f"another attention backend ({selected_backend})", "leave it out")
     refuse(selector.use_mla, "MLA models")
     refuse(getattr(selector, "use_sparse", False), "sparse attention")

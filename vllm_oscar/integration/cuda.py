@@ -238,7 +238,7 @@ class CudaImpl(OscarImpl):
         self.metric_tables = encode_metric.MetricTables.of(key.metric, self.layout) if key.metric else None
         for tables in (self.decode_tables, self.restore_tables, self.write_tables, self.metric_tables):
             _keep(module, tables)
-        self.attention = attention_for(self.head_size, dtype)
+        self.attention = attention_for(self.head_size)
         shape = (self.num_kv_heads, self.ratio, self.head_size)
         if shape not in self.runtime.workspaces:
             self.runtime.workspaces[shape] = self._allocate(device, dtype)

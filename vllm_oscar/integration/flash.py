@@ -8,7 +8,7 @@ from vllm_oscar.kernels.history import Call
 from vllm_oscar.kernels.prefill import Attention, attention
 
 
-def attention_for(head_size: int, dtype: torch.dtype) -> Attention:
+def attention_for(head_size: int) -> Attention:
     """What runs a prefill's calls on this machine."""
     try:
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version, is_flash_attn_varlen_func_available

@@ -14,10 +14,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.hot_pool import HotPool
-from vllm_oscar.integration.refusal import refuse
+from vllm_oscar.integration.refusal import BF16, refuse
 from vllm_oscar.integration.runtime import OscarRuntime
-
-BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
 
 
 @contextmanager

@@ -1,9 +1,28 @@
-"""How everything that an INT2 cache cannot serve is refused: at start-up, by name, with what to use instead."""
+"""How everything that an INT2 cache cannot serve is refused: at start-up, by name, with what to use instead.
 
-from typing import Any
+What a configuration shows is refused here, before any engine process exists and before a sidecar is looked for. What
+only a layer shows is refused by the engine process: `backend.refuse_unsupported`, `layer.refuse_unsupported_layer`,
+`refuse_other_layers`.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.platforms import current_platform
 
 from vllm_oscar.errors import UnsupportedError
-from vllm_oscar.integration.seams import DTYPE
+from vllm_oscar.integration.seams import DTYPE, FIRST_GPU
+from vllm_oscar.page_layout import HEAD_SIZES
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
+
+# how configurations say that their attention has sinks: by the model's type, or by one of these fields
+_WITH_SINKS = ("gpt_oss", "openai_privacy_filter")
+_SINK_FIELDS = ("attention_sinks", "add_swa_attention_sink_bias", "swa_attention_sink_enabled")
 
 
 def refuse(condition: Any, what: str, instead: str = "use --kv-cache-dtype fp8 or auto") -> None:
@@ -15,3 +34,101 @@ def refuse(condition: Any, what: str, instead: str = "use --kv-cache-dtype fp8 o
     """
     if condition:
         raise UnsupportedError(f"--kv-cache-dtype {DTYPE} does not support {what}; {instead}")
+
+
+def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
+    """Everything about an engine that its configuration shows: platform, model, features."""
+    refuse_unsupported_platform(vllm_config.model_config.dtype)
+    refuse_unsupported_model(vllm_config.model_config)
+    attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
+    chosen = attention.backend
+    refuse(chosen is not None, f"another attention backend ({getattr(chosen, 'name', '')})", "leave it out")
+    refuse(attention.use_non_causal, "non-causal attention")
+    speculative = vllm_config.speculative_config
+    method = getattr(speculative, "method", None)
+    drafts_apart = method == "draft_model" and getattr(speculative, "kv_cache_dtype", None) not in (None, DTYPE)
+    refuse(
+        method is not None and not method.startswith(("ngram", "suffix")) and not drafts_apart,
+        f"drafts by a model (speculative method {method!r}) in the cache: no sidecar describes their layers",
+        'use {"method": "ngram"} in --speculative-config, or {"method": "draft_model", "kv_cache_dtype": "auto", ...}',
+    )
+    refuse(
+        parallel.decode_context_parallel_size > 1,
+        "decode context parallelism",
+        "leave --decode-context-parallel-size at 1 and use tensor parallelism",
+    )
+    refuse(
+        parallel.prefill_context_parallel_size > 1,
+        "prefill context parallelism",
+        "leave --prefill-context-parallel-size at 1 and use tensor parallelism",
+    )
+    refuse(parallel.enable_dbo, "dual batch overlap", "leave --enable-dbo out")
+    refuse(
+        # such layers get slots and query rows of their own, and neither fits the layer whose cache they read
+        vllm_config.cache_config.kv_sharing_fast_prefill,
+        "fast prefill of layers that share another's KV",
+        "leave --kv-sharing-fast-prefill out",
+    )
+    refuse(
+        getattr(vllm_config.cache_config, "calculate_kv_scales", False),  # up to 0.27
+        "--calculate-kv-scales: INT2 rows have scales of their own",
+        "leave it out",
+    )
+    refuse(
+        vllm_config.kv_transfer_config is not None,
+        "KV connectors and offloading",
+        "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
+    )
+
+
+def refuse_unsupported_platform(dtype: torch.dtype) -> None:
+    """Platforms without kernels of ours, and what the kernels are not made for.
+
+    Args:
+        dtype: of the model
+    """
+    refuse(
+        not (current_platform.is_cpu() or current_platform.is_cuda()),
+        f"the platform {current_platform.device_name}",
+        "use NVIDIA GPUs or the CPU build",
+    )
+    refuse(
+        current_platform.is_cuda() and not current_platform.has_device_capability(FIRST_GPU),
+        f"GPUs older than compute capability {FIRST_GPU[0]}.{FIRST_GPU[1]} (Ampere)",
+    )
+    refuse(
+        current_platform.is_cuda() and dtype == torch.float32, "FP32 on GPUs", "use --dtype bfloat16, or the CPU build"
+    )
+
+
+def refuse_unsupported_model(model_config: "ModelConfig") -> None:
+    """Models whose attention has no INT2 form, as far as their configuration tells: `oscar doctor` asks too."""
+    text = model_config.hf_text_config
+    kind = model_config.attn_type
+    refuse(kind == "attention_free", "models without attention (Mamba): there is no KV cache", BF16)
+    # vLLM sizes their blocks after the layers are built, from BF16-like pages: neither is ours
+    refuse(model_config.is_hybrid, "hybrid models (Mamba or linear attention beside attention) yet")
+    refuse(kind != "decoder", f"{kind} attention", BF16)
+    refuse(model_config.use_mla, "MLA models")
+    refuse(model_config.uses_alibi, "ALiBi", BF16)
+    refuse(
+        text.model_type in _WITH_SINKS or any(getattr(text, field, False) for field in _SINK_FIELDS),
+        "attention sinks (gpt-oss)",
+    )
+    refuse(model_config.is_mm_prefix_lm, "bidirectional attention over images")
+    refuse(model_config.rswa_window is not None, "windows beside a reference (RSWA)", BF16)
+    refuse(getattr(text, "attention_chunk_size", None), "attention in chunks (Llama 4)", BF16)
+    head_size = model_config.get_head_size()
+    refuse(head_size not in HEAD_SIZES, f"head size {head_size} (supported: {', '.join(map(str, HEAD_SIZES))})")
+
+
+def refuse_other_layers(layers: Iterable[Any]) -> None:
+    """Layers of a model that chooses their backend itself, but takes the cache's dtype from the engine: rows would be
+    stored as bytes. MiMo-V2's, whose values are of another size than keys, and MiniMax-M3's sparse ones."""
+    from vllm_oscar.integration.layer import OscarImpl
+
+    for layer in layers:
+        other = getattr(layer, "kv_cache_dtype", None) == DTYPE and not isinstance(
+            getattr(layer, "impl", None), OscarImpl
+        )
+        refuse(other, f"{type(layer).__name__} layers with a backend of the model's choice", BF16)

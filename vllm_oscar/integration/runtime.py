@@ -20,8 +20,7 @@ from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.metrics import Publisher
-from vllm_oscar.integration.refusal import refuse
-from vllm_oscar.integration.seams import DTYPE
+from vllm_oscar.integration.refusal import refuse_other_layers, refuse_unsupported_engine
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
 
@@ -137,10 +136,12 @@ class OscarRuntime:
         The pool is never larger than all requests can use, nor than its share of the memory left for the KV cache.
 
         Raises:
+            UnsupportedError: a layer that is not ours would store its rows under our dtype.
             ConfigError: the share does not hold the floor of `max_num_seqs` requests.
         """
         if self.num_slots:
             return
+        refuse_other_layers(self.vllm_config.compilation_config.static_forward_context.values())
         contract = self.contract()
         requests = self.vllm_config.scheduler_config.max_num_seqs
         slot_bytes = sum(
@@ -369,52 +370,3 @@ def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:
 
     total = current_platform.get_device_total_memory()
     return int(cache.gpu_memory_utilization * total) - psutil.Process(os.getpid()).memory_info().rss
-
-
-def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
-    """Engine features that would give wrong answers with an INT2 cache. Refused at start-up."""
-    refuse(
-        # vLLM sizes their blocks after the layers are built, from BF16-like pages: neither is ours
-        getattr(getattr(vllm_config, "model_config", None), "is_hybrid", False),
-        "hybrid models (Mamba or linear attention beside attention) yet",
-    )
-    parallel = vllm_config.parallel_config
-    speculative = getattr(vllm_config, "speculative_config", None)
-    method = getattr(speculative, "method", None)
-    drafts_apart = method == "draft_model" and getattr(speculative, "kv_cache_dtype", None) not in (None, DTYPE)
-    refuse(
-        method is not None and not method.startswith(("ngram", "suffix")) and not drafts_apart,
-        f"drafts by a model (speculative method {method!r}) in the cache: no sidecar describes their layers",
-        'use {"method": "ngram"} in --speculative-config, or {"method": "draft_model", "kv_cache_dtype": "auto", ...}',
-    )
-    refuse(
-        parallel.decode_context_parallel_size > 1,
-        "decode context parallelism",
-        "leave --decode-context-parallel-size at 1 and use tensor parallelism",
-    )
-    refuse(
-        getattr(parallel, "prefill_context_parallel_size", 1) > 1,
-        "prefill context parallelism",
-        "leave --prefill-context-parallel-size at 1 and use tensor parallelism",
-    )
-    refuse(
-        getattr(parallel, "enable_dbo", False),
-        "dual batch overlap",
-        "leave --enable-dbo out",
-    )
-    refuse(
-        # such layers get slots and query rows of their own, and neither fits the layer whose cache they read
-        getattr(getattr(vllm_config, "cache_config", None), "kv_sharing_fast_prefill", False),
-        "fast prefill of layers that share another's KV",
-        "leave --kv-sharing-fast-prefill out",
-    )
-    refuse(
-        getattr(getattr(vllm_config, "cache_config", None), "calculate_kv_scales", False),  # up to 0.27
-        "--calculate-kv-scales: INT2 rows have scales of their own",
-        "leave it out",
-    )
-    refuse(
-        getattr(vllm_config, "kv_transfer_config", None) is not None,
-        "KV connectors and offloading",
-        "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
-    )

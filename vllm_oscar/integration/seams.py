@@ -32,6 +32,7 @@ BACKEND = "vllm_oscar.integration.backend.OscarBackend"
 FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 MAX_NUM_SEQS = 128  # what is served at a time, unless the user says how many
 FIRST, BEFORE = Version("0.26"), Version("0.34")
+VERIFIED_ON_GPUS = Version("0.26")  # the minor version that ran with our kernels: docs/performance.md
 SUPPORTED = f"vllm>={FIRST},<{BEFORE}"
 
 
@@ -146,6 +147,9 @@ def size_pages() -> Callable[[], None]:
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)  # type: ignore[misc]
         if self.kv_cache_dtype == DTYPE and spec is not None:
+            from vllm_oscar.integration.refusal import refuse_other_layers
+
+            refuse_other_layers([self])
             now, built_for = vllm_config.cache_config.block_size, self.impl.layout.block_size
             if now != built_for:  # vLLM rounds it up where BF16 layers share the memory
                 raise UnsupportedError(

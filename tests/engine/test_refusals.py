@@ -1,0 +1,168 @@
+"""What cannot be served is refused for its own sake, through vLLM's own way from a configuration to an engine.
+
+There is no sidecar anywhere: who is refused must not be told to calibrate first.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.engine.conftest import TINY
+from vllm_oscar.errors import SidecarNotFoundError, UnsupportedError
+from vllm_oscar.integration.refusal import refuse_unsupported_engine
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from tests.engine.conftest import Engine
+
+pytestmark = pytest.mark.engine
+FP8, AUTO = "; use --kv-cache-dtype fp8 or auto", "; use --kv-cache-dtype auto"
+
+
+def named(architecture: str, model_type: str, **config: Any) -> dict[str, Any]:
+    """TINY with changes, and without the fields that are None."""
+    changed = TINY | {"architectures": [architecture], "model_type": model_type} | config
+    return {name: value for name, value in changed.items() if value is not None}
+
+
+LLAMA = named("LlamaForCausalLM", "llama")
+MODELS: list[tuple[dict[str, Any], str]] = [
+    (
+        named("DeepseekV3ForCausalLM", "deepseek_v3", n_routed_experts=4, n_group=1, topk_group=1, head_dim=None),
+        f"MLA models{FP8}",
+    ),
+    (named("GptOssForCausalLM", "gpt_oss", num_local_experts=4), f"attention sinks (gpt-oss){FP8}"),
+    (named("BloomForCausalLM", "bloom", n_head=2, head_dim=None), f"ALiBi{AUTO}"),
+    (named("FalconForCausalLM", "falcon", alibi=True, head_dim=None, num_attention_heads=2), f"ALiBi{AUTO}"),
+    (named("BertModel", "bert", head_dim=None, num_attention_heads=2), f"encoder_only attention{AUTO}"),
+    (
+        named("WhisperForConditionalGeneration", "whisper", d_model=128, decoder_attention_heads=2, vocab_size=51865),
+        f"encoder_decoder attention{AUTO}",
+    ),
+    (named("MambaForCausalLM", "mamba"), f"models without attention (Mamba): there is no KV cache{AUTO}"),
+    (named("JambaForCausalLM", "jamba", num_experts=2), "hybrid models (Mamba or linear attention beside"),
+    (
+        named("Qwen3NextForCausalLM", "qwen3_next"),
+        f"hybrid models (Mamba or linear attention beside attention) yet{FP8}",
+    ),
+    (
+        named("PaliGemmaForConditionalGeneration", "paligemma", text_config=TINY | {"model_type": "gemma"}),
+        f"bidirectional attention over images{FP8}",
+    ),
+    (named("Llama4ForCausalLM", "llama4_text", attention_chunk_size=64), f"attention in chunks (Llama 4){AUTO}"),
+    (LLAMA | {"rswa_window": 64}, f"windows beside a reference (RSWA){AUTO}"),
+    (LLAMA | {"head_dim": 72}, f"head size 72 (supported: 64, 80, 96, 128, 192, 256){FP8}"),
+]
+OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"attention_backend": "CPU_ATTN"}, "another attention backend (CPU_ATTN); leave it out"),
+    ({"attention_config": {"use_non_causal": True}}, f"non-causal attention{FP8}"),
+    (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+        "leave --decode-context-parallel-size at 1 and use tensor parallelism",
+    ),
+    ({"kv_sharing_fast_prefill": True}, "leave --kv-sharing-fast-prefill out"),
+    (
+        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+        "leave --kv-transfer-config out",
+    ),
+]
+
+
+LAYERS: list[tuple[dict[str, Any], str]] = [
+    (named("GraniteForCausalLM", "granite", layer_types=["full_attention"] * 4), f"attention sinks (gpt-oss){FP8}"),
+    (named("HrmTextForCausalLM", "hrm_text"), f"PrefillPrefixLMAttention layers{AUTO}"),
+    (
+        named(
+            "MiMoV2FlashForCausalLM",
+            "mimo_v2_flash",
+            v_head_dim=32,
+            hybrid_layer_pattern=[0] * 4,
+            moe_layer_freq=[0] * 4,
+            layernorm_epsilon=1e-6,
+        ),
+        f"Attention layers with a backend of the model's choice{AUTO}",
+    ),
+]
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any]], Path]:
+    """Folder of a configuration."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def write(config: dict[str, Any]) -> Path:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return tmp_path
+
+    return write
+
+
+def configured(folder: Path, **options: Any) -> VllmConfig:
+    """As far as an engine's configuration, for which vLLM needs no weights."""
+    from vllm import EngineArgs
+
+    common = {"kv_cache_dtype": "oscar", "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    return EngineArgs(str(folder), **common | options).create_engine_config()
+
+
+def test_a_model_that_could_be_served_wants_a_sidecar(written: Callable[..., Path]) -> None:
+    with pytest.raises(SidecarNotFoundError, match=r"python -m vllm_oscar\.calibrate"):
+        configured(written(LLAMA))
+
+
+@pytest.mark.parametrize(("config", "says"), MODELS, ids=[config["model_type"] for config, _ in MODELS])
+def test_models(written: Callable[..., Path], config: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(says)):
+        configured(written(config))
+
+
+@pytest.mark.parametrize(("options", "says"), OPTIONS, ids=[list(options)[-1] for options, _ in OPTIONS])
+def test_options(written: Callable[..., Path], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(says)):
+        configured(written(LLAMA | {"num_key_value_heads": 1}), **options)
+
+
+def test_a_drafting_head(written: Callable[..., Path]) -> None:
+    folder = written(LLAMA)
+    drafts = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises(UnsupportedError, match=r"'eagle'.*use {\"method\": \"ngram\"}"):
+        configured(folder, speculative_config=drafts)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "says"),
+    [
+        (
+            "parallel_config",
+            {"prefill_context_parallel_size": 2},
+            "prefill context parallelism; leave .* at 1 and use te",
+        ),
+        ("parallel_config", {"enable_dbo": True}, "dual batch overlap; leave --enable-dbo out"),
+        ("cache_config", {"calculate_kv_scales": True}, "--calculate-kv-scales: .*; leave it out"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_the_cpu_platform_or_this_version_does_not_let_through(
+    written: Callable[..., Path], part: str, change: dict[str, Any], says: str
+) -> None:
+    """A configuration as vLLM made it, and one field as other platforms and versions have it."""
+    config = configured(written(LLAMA), additional_config={"oscar": {"rotation": "hadamard"}})
+    refuse_unsupported_engine(config)
+    vars(getattr(config, part)).update(change)
+    with pytest.raises(UnsupportedError, match=says):
+        refuse_unsupported_engine(config)
+
+
+@pytest.mark.parametrize(("config", "says"), LAYERS, ids=[config["model_type"] for config, _ in LAYERS])
+def test_what_only_layers_show(
+    written: Callable[..., Path], any_engine: Callable[..., Engine], config: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=re.escape(says)):
+        any_engine(written(config), None, {"rotation": "hadamard"}, load_format="dummy", skip_tokenizer_init=True)
