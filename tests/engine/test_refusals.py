@@ -129,6 +129,13 @@ def test_options(written: Callable[..., Path], options: dict[str, Any], says: st
         configured(written(LLAMA | {"num_key_value_heads": 1}), **options)
 
 
+def test_batch_invariance(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """How a long context is divided among programs depends on who else is served."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(UnsupportedError, match="batch-invariant answers; unset VLLM_BATCH_INVARIANT"):
+        configured(written(LLAMA))
+
+
 def test_a_drafting_head(written: Callable[..., Path]) -> None:
     folder = written(LLAMA)
     drafts = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
@@ -144,7 +151,8 @@ def test_a_drafting_head(written: Callable[..., Path]) -> None:
             {"prefill_context_parallel_size": 2},
             "prefill context parallelism; leave .* at 1 and use te",
         ),
-        ("parallel_config", {"enable_dbo": True}, "dual batch overlap; leave --enable-dbo out"),
+        ("parallel_config", {"enable_dbo": True}, "dual batch overlap; leave --enable-dbo and --ubatch-size out"),
+        ("parallel_config", {"ubatch_size": 2}, "dual batch overlap; leave --enable-dbo and --ubatch-size out"),
         ("cache_config", {"calculate_kv_scales": True}, "--calculate-kv-scales: .*; leave it out"),
     ],
     ids=lambda value: str(value)[:30],

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -569,6 +569,23 @@ def test_doctor_finds_the_sidecar_or_says_how_to_make_one(
     assert cli.main(["doctor", str(model_folder), "--json"]) == 0
     findings = json.loads(capsys.readouterr().out)
     assert {finding["what"] for finding in findings} >= {"vLLM", "sidecar", "memory"}
+
+
+def test_doctor_counts_memory_by_the_sidecars_groups_and_goes_on_with_odd_options(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig
+
+    def memory() -> doctor.Finding:
+        return {finding.what: finding for finding in doctor.model(str(model_folder))}["memory"]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model_folder / "cache"))
+    assert "(2.5 bits an element)" in memory().text
+    sidecar = replace(calibrated(ModelFingerprint.of(AutoConfig.from_pretrained(model_folder))), group_size=32)
+    sidecar.save(model_folder / "oscar" / "rotations.safetensors")
+    assert "(3 bits an element)" in memory().text
+    monkeypatch.setenv("VLLM_OSCAR_CONFIG", '{"windw": 3}')
+    assert memory().status == "fail"
 
 
 @pytest.mark.parametrize(

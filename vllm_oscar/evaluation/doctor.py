@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from vllm_oscar import __version__
 from vllm_oscar.config import OscarConfig
-from vllm_oscar.errors import OscarError
+from vllm_oscar.errors import OscarError, SidecarError
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
 
@@ -79,7 +80,6 @@ def model(name: str) -> Iterator[Finding]:
         config = AutoConfig.from_pretrained(name)
         _refuse(name)
         fingerprint = ModelFingerprint.of(config)
-        layout = PageLayout(fingerprint.head_size, block_size=16)
     except (OSError, ValueError, OscarError) as error:
         yield Finding("model", "fail", f"{name}: {error}")
         return
@@ -93,7 +93,7 @@ def model(name: str) -> Iterator[Finding]:
     if odd := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         yield Finding("layers", "warn", f"{', '.join(odd)} layers: not tried with an INT2 cache")
     yield _checked("sidecar", lambda: _sidecar(name, fingerprint))
-    yield Finding("memory", "ok", capacity(fingerprint, layout, OscarConfig.parse(None).pool_share))
+    yield _checked("memory", lambda: _memory(name, fingerprint))
 
 
 def capacity(fingerprint: ModelFingerprint, layout: PageLayout, pool_share: float) -> str:
@@ -139,6 +139,15 @@ def _refuse(name: str) -> None:
     from vllm_oscar.integration.refusal import refuse_unsupported_model
 
     refuse_unsupported_model(ModelConfig(name, skip_tokenizer_init=True))
+
+
+def _memory(name: str, fingerprint: ModelFingerprint) -> str:
+    """By the sidecar's groups; where none is found, those that `oscar calibrate` makes."""
+    options, group_size = OscarConfig.parse(None), 0
+    if options.rotation != "hadamard":
+        with suppress(SidecarError):
+            group_size = Sidecar.load(find_sidecar(name, options.sidecar), fingerprint).group_size
+    return capacity(fingerprint, PageLayout(fingerprint.head_size, 16, group_size), options.pool_share)
 
 
 def _sidecar(name: str, fingerprint: ModelFingerprint) -> str:

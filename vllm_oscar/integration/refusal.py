@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_oscar.errors import UnsupportedError
@@ -62,7 +63,10 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         "prefill context parallelism",
         "leave --prefill-context-parallel-size at 1 and use tensor parallelism",
     )
-    refuse(parallel.enable_dbo, "dual batch overlap", "leave --enable-dbo out")
+    refuse(parallel.use_ubatching, "dual batch overlap", "leave --enable-dbo and --ubatch-size out")
+    refuse(
+        envs.VLLM_BATCH_INVARIANT, "batch-invariant answers", "unset VLLM_BATCH_INVARIANT, or use --kv-cache-dtype auto"
+    )
     refuse(
         # such layers get slots and query rows of their own, and neither fits the layer whose cache they read
         vllm_config.cache_config.kv_sharing_fast_prefill,
