@@ -412,7 +412,7 @@ def report(root: Path) -> bool:
 
 
 def main(given: list[str]) -> int:
-    """1 if a version is not as expected. One that cannot be fetched is named, and no fault."""
+    """1 if a version is not as expected, or none could be fetched. One that could not is named, and no fault."""
     good = [report(Path(root)) for root in given]
     for minor in MINORS if not given else ():
         with tempfile.TemporaryDirectory() as folder:
@@ -421,7 +421,7 @@ def main(given: list[str]) -> int:
                 print(f"vLLM {minor}: NOT CHECKED, pip finds no wheel")
             else:
                 good.append(report(wheel))
-    return int(not all(good))
+    return int(not good or not all(good))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ def blocks(text: str) -> Iterator[Block]:
     for prose, language, fenced in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
         for found in re.finditer(r"\n((?:\S.*)?)\n?\n((?: {4}.*\n(?:\n(?= {4}))?)+)", f"\n{prose}"):
             yield Block("sh", re.sub("^ {4}", "", found[2], flags=re.MULTILINE), _todo(found[1]))
+        commands = ("oscar ", "python ", "vllm ", "make ", "pip ")
+        assert language or not fenced.startswith(commands), f"code without a language is not run: {fenced}"
         if language in ("sh", "python"):
             yield Block(language, fenced, _todo(prose.rstrip().rpartition("\n")[2]))
 
