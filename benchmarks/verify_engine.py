@@ -35,8 +35,9 @@ DECODE_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECOD
 LONG = 1700  # tokens of a prompt in four chunks
 
 
-def texts(outputs: list[Any]) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def answers(outputs: list[Any]) -> list[Any]:
+    """Token ids, and their log probability: random models say the same whatever they read, but not as surely."""
+    return [(list(one.token_ids), round(one.cumulative_logprob, 4)) for one in (out.outputs[0] for out in outputs)]
 
 
 def found(outputs: list[Any]) -> int:
@@ -58,17 +59,17 @@ def new_weights_and_sleep(llm: Any, folder: Path, ask: Ask) -> Verdicts:
 
     batch = prompts(2, LONG, 4)
     llm.reset_prefix_cache()
-    before = texts(ask(batch))
+    before = answers(ask(batch))
     again = ask(batch)
     yield found(again) > 0, f"the prefix cache has {found(again)} tokens"
     reload(weights_iterator=negated())
-    yield texts(ask(batch)) != before, "with other weights, other answers"
+    yield answers(ask(batch)) != before, "with other weights, other answers"
     reload()
-    yield texts(ask(batch)) == before, "with the old weights from the disk, the old answers"
+    yield answers(ask(batch)) == before, "with the old weights from the disk, the old answers"
     llm.sleep(level=1)
     llm.wake_up()
     after = ask(batch)
-    yield texts(after) == before, "after sleep, the same answers"
+    yield answers(after) == before, "after sleep, the same answers"
     yield found(after) == 0, f"after sleep, the prefix cache has {found(after)} tokens"
     again = ask(batch)
     yield found(again) > 0, f"then it has {found(again)}"
@@ -77,7 +78,7 @@ def new_weights_and_sleep(llm: Any, folder: Path, ask: Ask) -> Verdicts:
     reload()
     llm.wake_up(tags=["kv_cache"])
     after = ask(batch)
-    yield texts(after) == before, "after deep sleep and a reload, the same answers"
+    yield answers(after) == before, "after deep sleep and a reload, the same answers"
     yield found(after) == 0, f"after deep sleep, the prefix cache has {found(after)} tokens"
 
 
@@ -89,11 +90,11 @@ def adapter(llm: Any, folder: Path, ask: Ask) -> Verdicts:
     request = LoRARequest("random", 1, str(random_adapter(folder)))
     batch = prompts(2, LONG, 4)
     llm.reset_prefix_cache()
-    plain, adapted = texts(ask(batch)), ask(batch, lora_request=request)
-    yield texts(adapted) != plain, "an adapter gives other answers"
+    plain, adapted = answers(ask(batch)), ask(batch, lora_request=request)
+    yield answers(adapted) != plain, "an adapter gives other answers"
     yield found(adapted) == 0, f"the adapter's prefix cache has {found(adapted)} tokens of the model's"
     llm.reset_prefix_cache()
-    yield texts(ask(batch)) == plain, "without it, the model's own again"
+    yield answers(ask(batch)) == plain, "without it, the model's own again"
 
 
 def shrunk(llm: Any, folder: Path, ask: Ask) -> Verdicts:
@@ -200,7 +201,7 @@ def run(setting: Setting, folder: Path, sidecar: Path, eager: bool) -> Verdicts:
     observer.begin(llm)
 
     def ask(batch: list[Any], tokens: int = 24, **given: Any) -> list[Any]:
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=1)
         return llm.generate(batch, sampling, use_tqdm=False, **given)
 
     cases = {

@@ -1,9 +1,9 @@
 """Run by test_kernels_in_engine.py in a process of its own: the GPU's layer and builder in Triton's interpreter.
 
-The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, and the
-mean of its second layer's keys turns with the position. Prints, for each batch, the number of layer outputs and the
-largest error in units of what is tolerated; what was seen of keys that are encoded again; then the reads that were
-counted, and the reference's.
+The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, in
+groups of 32 channels, and the mean of its second layer's keys turns with the position. Prints, for each batch, the
+number of layer outputs and the largest error in units of what is tolerated; what was seen of keys that are encoded
+again; then the reads that were counted, and the reference's.
 """
 
 import json
@@ -56,7 +56,7 @@ def main(root: Path) -> None:
     OscarBackend.get_impl_cls = staticmethod(lambda: CudaImpl)  # type: ignore[method-assign]
     OscarBackend.get_builder_cls = staticmethod(lambda: CudaMetadataBuilder)  # type: ignore[method-assign]
     folder = model_folder("tiny", root, head_dim=64)
-    sidecar = random_sidecar(folder, turning=3)
+    sidecar = random_sidecar(folder, turning=3, group_size=32)
     check_positions()
     reencoding = Reencoding()
     observer = Observer(CudaImpl, CudaMetadataBuilder, reencoding)
@@ -77,13 +77,13 @@ def main(root: Path) -> None:
     llm.apply_model(liven)
     observer.begin(llm)
     # within eleven steps a batch of 32 is due in each layer, whose last two or three tokens decoding wrote
-    for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 80), 3), ([*prompts(2, 14, 5), *prompts(1, 60, 9)], 3)):
+    for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 80), 2), ([*prompts(2, 14, 5), *prompts(1, 60, 9)], 2)):
         first = len(observer.seen.errors)
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         llm.generate(batch, sampling, use_tqdm=False)
         seen = observer.seen.errors[first:]
         print("batch", len(seen), max(seen), flush=True)
-        if tokens > 3:
+        if tokens > 2:
             print("encoded again", json.dumps(vars(reencoding.verdict())), flush=True)
             observer.reencoding = None
     counters = OscarRuntime.shared(llm.llm_engine.vllm_config).counters
