@@ -185,17 +185,20 @@ def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: Metric
 def gpu_cases() -> list[Case]:
     """What verify_gpu runs."""
     both = torch.bfloat16, torch.float16
+    sizes = (64, 0), (64, 32), (80, 0), (96, 0), (128, 0), (128, 64), (128, 32), (192, 0), (256, 0)
     cases = [
-        Case(d, g, 16, n, 3, encoder, False, dtype, order)
-        for d, g in ((64, 0), (64, 32), (80, 0), (96, 0), (128, 0), (128, 64), (128, 32), (192, 0), (256, 0))
+        Case(d, g, p, n, 3, encoder, False, dtype, order)
+        for d, g in sizes
         for encoder in ("ls", "metric")
-        for n, dtype, order in ((33, both[0], "padded"), (300, both[1], "head-major"))
+        # blocks of 64 are what a GPU has by default
+        for p, n, dtype, order in ((64, 150, both[0], "padded"), (16, 300, both[1], "head-major"))
     ]
     cases += [Case(d, 0, 64, n, 2, "minmax", False, dtype) for d, n, dtype in ((64, 33, both[0]), (128, 200, both[1]))]
     cases += [Case(128, 0, 16, n, 8, "metric", False, both[0]) for n in (1, 15, 2048)]
-    sizes = (64, 0), (64, 32), (128, 0), (80, 0), (256, 0)
-    cases += [Case(d, g, 16, 100, 3, "metric", True, both[0]) for d, g in sizes]
-    cases += [Case(128, 0, 16, 40, 1, encoder, encoder == "metric", both[0], "huge") for encoder in ("ls", "metric")]
+    cases += [Case(d, g, 64, 150, 3, "metric", True, both[0]) for d, g in sizes]
+    cases += [Case(d, 0, 16, 100, 3, "metric", True, both[0]) for d in (64, 128)]
+    ways = ("ls", False), ("metric", False), ("metric", True)
+    cases += [Case(128, 0, 16, 40, 1, *way, both[0], "huge") for way in ways]
     cases += [
         Case(d, 0, 16, n, 3, encoder, False, dtype, turning=pairs)
         for d, n, encoder, dtype, pairs in (

@@ -86,6 +86,29 @@ def random_weights(folder: Path, device: str = "cpu") -> None:
     model.save_pretrained(folder)
 
 
+def random_adapter(folder: Path) -> Path:
+    """A LoRA of rank 8 for the attention of the model in a folder of `model_folder`, in PEFT's format."""
+    from safetensors.torch import save_file
+
+    shape = json.loads((folder / "config.json").read_text())
+    hidden, size = shape["hidden_size"], shape["head_dim"]
+    queries, keys = size * shape["num_attention_heads"], size * shape["num_key_value_heads"]
+    sizes = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer in range(shape["num_hidden_layers"]):
+        for name, (inputs, outputs) in sizes.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}_proj"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(8, inputs, generator=generator) / inputs**0.5
+            tensors[f"{module}.lora_B.weight"] = 0.3 * torch.randn(outputs, 8, generator=generator)
+    adapter = folder / "adapter"
+    adapter.mkdir(exist_ok=True)
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "bias": "none", "task_type": "CAUSAL_LM"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": [f"{n}_proj" for n in sizes]}))
+    return adapter
+
+
 def liven(model: torch.nn.Module) -> None:
     """vLLM's dummy weights are so small that nothing reaches the keys and values; norms of one change that."""
     for name, parameter in model.named_parameters():
@@ -93,16 +116,18 @@ def liven(model: torch.nn.Module) -> None:
             parameter.data.fill_(1.0)
 
 
-def random_sidecar(folder: Path, turning: int = 0) -> Path:
+def random_sidecar(folder: Path, turning: int = 0, group_size: int = 0) -> Path:
     """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one.
 
     Args:
         turning: pairs of channels in which the keys' mean turns with the position, in every other layer
+        group_size: channels that share a scale and an offset; 0 for the whole head
     """
     from transformers import AutoConfig
 
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(folder))
     heads, size = fingerprint.num_kv_heads, fingerprint.head_size
+    group_size = group_size or size
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -111,7 +136,7 @@ def random_sidecar(folder: Path, turning: int = 0) -> Path:
     def tensor(encoder: str, gain: float, size_of_rows: float) -> TensorCalibration:
         basis = torch.linalg.qr(random(heads, size, size)).Q
         stretch = torch.exp(0.3 * random(heads, size, 1))
-        transform = (basis * stretch.mT) @ grouped_hadamard(size, size) / size_of_rows
+        transform = (basis * stretch.mT) @ grouped_hadamard(size, group_size) / size_of_rows
         metric = None
         if encoder == "metric":
             factor = torch.linalg.qr(random(heads, size, size)).Q * torch.exp(0.5 * random(heads, 1, size))
@@ -128,5 +153,10 @@ def random_sidecar(folder: Path, turning: int = 0) -> Path:
         moving = replace(key, turning=TurningMean(torch.logspace(0, -3, turning), vectors.float()))
     layers = {i: LayerCalibration((key, moving)[i % 2], value) for i in range(fingerprint.num_layers)}
     path = folder / "oscar" / "random.safetensors"
-    Sidecar(layers, fingerprint, "aware", size, 64, 256).save(path)
+    Sidecar(layers, fingerprint, "aware", group_size, 64, 256).save(path)
     return path
+
+
+def prompts(count: int, length: int, shift: int = 0) -> list[dict[str, list[int]]]:
+    """Different prompts of one length, for the vocabulary of "tiny"."""
+    return [{"prompt_token_ids": [(i * 37 + j * 11 + shift) % 1000 + 5 for j in range(length)]} for i in range(count)]

@@ -1,10 +1,12 @@
 """Run by test_kernels_in_engine.py in a process of its own: the GPU's layer and builder in Triton's interpreter.
 
-The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, and the
-mean of its second layer's keys turns with the position. Prints, for each batch, the number of layer outputs and the
-largest error in units of what is tolerated; then the reads that were counted, and the reference's.
+The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, in
+groups of 32 channels, and the mean of its second layer's keys turns with the position. Prints, for each batch, the
+number of layer outputs and the largest error in units of what is tolerated; what was seen of keys that are encoded
+again; then the reads that were counted, and the reference's.
 """
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,8 +18,8 @@ os.environ.update(TRITON_INTERPRET="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from benchmarks.shapes import liven, model_folder, random_sidecar  # noqa: E402
-from benchmarks.verify_engine import check_layers, prompts  # noqa: E402
+from benchmarks.observing import Observer, Reencoding  # noqa: E402
+from benchmarks.shapes import liven, model_folder, prompts, random_sidecar  # noqa: E402
 from vllm_oscar.integration import warm_up  # noqa: E402
 from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
 from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402
@@ -54,11 +56,10 @@ def main(root: Path) -> None:
     OscarBackend.get_impl_cls = staticmethod(lambda: CudaImpl)  # type: ignore[method-assign]
     OscarBackend.get_builder_cls = staticmethod(lambda: CudaMetadataBuilder)  # type: ignore[method-assign]
     folder = model_folder("tiny", root, head_dim=64)
-    sidecar = random_sidecar(folder, turning=3)
+    sidecar = random_sidecar(folder, turning=3, group_size=32)
     check_positions()
-    errors: list[float] = []
-    reads: list[list[int]] = []
-    check_layers(CudaImpl, errors, reads)
+    reencoding = Reencoding()
+    observer = Observer(CudaImpl, CudaMetadataBuilder, reencoding)
     llm = LLM(
         str(folder),
         load_format="dummy",
@@ -70,18 +71,23 @@ def main(root: Path) -> None:
         max_num_batched_tokens=48,
         block_size=16,
         num_gpu_blocks_override=64,
-        additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 32}},
+        additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 40}},
     )
     rehearse(llm.llm_engine.vllm_config)
     llm.apply_model(liven)
-    sampling = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, detokenize=False)
-    for batch in (prompts(2, 20), prompts(1, 80), [*prompts(2, 14, 5), *prompts(1, 60, 9)]):
-        first = len(errors)
+    observer.begin(llm)
+    # within eleven steps a batch of 32 is due in each layer, whose last two or three tokens decoding wrote
+    for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 80), 2), ([*prompts(2, 14, 5), *prompts(1, 60, 9)], 2)):
+        first = len(observer.seen.errors)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         llm.generate(batch, sampling, use_tqdm=False)
-        seen = errors[first:]
+        seen = observer.seen.errors[first:]
         print("batch", len(seen), max(seen), flush=True)
+        if tokens > 2:
+            print("encoded again", json.dumps(vars(reencoding.verdict())), flush=True)
+            observer.reencoding = None
     counters = OscarRuntime.shared(llm.llm_engine.vllm_config).counters
-    print("reads", counters.reads.tolist(), [sum(kind) for kind in zip(*reads, strict=True)], flush=True)
+    print("reads", counters.reads.tolist(), [sum(kind) for kind in zip(*observer.seen.reads, strict=True)], flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The GPU path inside vLLM, as far as a machine without a GPU can show it: in Triton's interpreter."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,8 +15,9 @@ pytestmark = pytest.mark.engine
 
 
 def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: Path) -> None:
-    """Short prompts, chunked prefill over INT2 history and mixed batches, with keys encoded in the metric; the pool is
-    audited in every step.
+    """A short prompt, chunked prefill over INT2 history and a mixed batch, with keys encoded in the metric; the pool is
+    audited in every step. Keys that decoding wrote are encoded again, in whole batches of 32, a token later in the
+    second layer.
 
     Tolerances are those of benchmarks/verify_engine.py, which does the same on a GPU.
     """
@@ -30,10 +32,14 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
     batches = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("batch")]
     assert done.returncode == 0 and len(batches) == 3, done.stderr[-3000:]
     layers = 2
-    # requests x (prefill steps + decode steps) x layers: two of 1 + 2; 80 tokens in two chunks; mixed
-    assert int(batches[0][0]) == 2 * (1 + 2) * layers
-    assert int(batches[1][0]) == (2 + 2) * layers
+    # (prefill steps + decode steps) x layers: one of 1 + 11; 80 tokens in two chunks; mixed
+    assert int(batches[0][0]) == (1 + 11) * layers
+    assert int(batches[1][0]) == (2 + 1) * layers
     assert all(float(worst) < 1 for _, worst in batches), batches
+    again = json.loads(done.stdout.split("encoded again ")[1].splitlines()[0])
+    assert again["late"] == again["misplaced"] == 0, again
+    # of two heads: the first layer's tokens 30 and 31 and the second's 30 to 32, in the steps from 39 tokens on at last
+    assert again["metric"] >= 2 * 2 * 3 and again["least"] > 0 and again["agreement"] > 0.97, again
     assert "left behind 0 0 0\n" in done.stdout  # the warm-up before it wrote nothing, counted nothing, kept nothing
     counted, wanted = re.findall(r"\[.*?\]", done.stdout[done.stdout.index("reads [") :])
     assert counted == wanted  # of both layers, of which one counts
