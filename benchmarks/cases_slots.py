@@ -19,15 +19,16 @@ class Case:
     window: int
     num_slots: int
     steps: int = 25
+    in_flight: int = 1
 
 
 class Schedule:
     """Random requests over a small pool of blocks; blocks are reused and shared, some rows are padding."""
 
-    def __init__(self, seed: int, num_blocks: int, threshold: int, device: torch.device) -> None:
+    def __init__(self, seed: int, blocks: range, threshold: int, device: torch.device) -> None:
         self.device = device
         self.random = random.Random(seed)
-        self.free = list(range(1, num_blocks))
+        self.free = list(blocks)
         self.running: list[tuple[list[int], int]] = []  # blocks, tokens
         self.threshold = threshold
         self.columns = 24
@@ -73,15 +74,19 @@ def check(case: Case, device: torch.device) -> str:
     """See verify_gpu. Every step leaves the state that the reference leaves."""
     layout, num_blocks, threshold = PageLayout(64, P), 40, 2
     contract = HotContract(case.sink, case.window, P)
-    schedule = Schedule(case.sink + case.window, num_blocks, threshold, device)
-    wanted = SlotTable.empty(contract, num_blocks, case.num_slots, device)
+    batches = case.in_flight
+    schedules = [
+        Schedule(case.sink + case.window + n, range(1 + n, num_blocks, batches), threshold, device)
+        for n in range(batches)
+    ]
+    wanted = SlotTable.empty(contract, num_blocks, case.num_slots, device, batches)
     table = copy.deepcopy(wanted)
     scratch = slots.SlotScratch.of(table)
     pool = HotPool.allocate(layout, case.num_slots, 3, torch.bfloat16, device)
     pages = torch.zeros((num_blocks, 4, layout.head_bytes + 128), dtype=torch.uint8, device=device)[:, :3]
     meta = layout.views(pages).meta
     for step in range(case.steps):
-        block_table, seq_lens, starts, slot_mapping = schedule.step()
+        block_table, seq_lens, starts, slot_mapping = schedules[step % batches].step()
         proven = pool.proven_slots(page_words(meta), wanted)
         wanted.allocate(block_table, seq_lens, starts, threshold, proven)
         slots.allocate(table, scratch, block_table, seq_lens, starts, threshold, pages, layout, pool)
@@ -122,4 +127,11 @@ def check(case: Case, device: torch.device) -> str:
 
 def gpu_cases() -> list[Case]:
     """What verify_gpu runs."""
-    return [Case(64, 64, 64), Case(16, 33, 9), Case(0, 1, 6), Case(20, 100, 14, 80), Case(64, 256, 3000)]
+    return [
+        Case(64, 64, 64),
+        Case(16, 33, 9),
+        Case(0, 1, 6),
+        Case(20, 100, 14, 80),
+        Case(64, 256, 3000),
+        Case(16, 33, 18, 80, 2),
+    ]
