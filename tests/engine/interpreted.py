@@ -2,7 +2,8 @@
 
 The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, and the
 mean of its second layer's keys turns with the position. Prints, for each batch, the number of layer outputs and the
-largest error in units of what is tolerated; then the reads that were counted, and the reference's.
+largest error in units of what is tolerated; then the reads that were counted, and the reference's, and for how many
+tokens keys were encoded again.
 """
 
 import os
@@ -22,6 +23,7 @@ from vllm_oscar.integration import warm_up  # noqa: E402
 from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
 from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402
 from vllm_oscar.integration.runtime import OscarRuntime  # noqa: E402
+from vllm_oscar.kernels import encode_metric  # noqa: E402
 
 
 def rehearse(vllm_config: Any) -> None:
@@ -50,12 +52,25 @@ def check_positions() -> None:
     CudaMetadataBuilder.build = build  # type: ignore[method-assign]
 
 
+def note_reencoding(grown: list[int]) -> None:
+    """Wrap `reencode`."""
+    original = encode_metric.reencode
+
+    def reencode(*args: Any) -> None:
+        grown.append(args[-2])
+        original(*args)
+
+    encode_metric.reencode = reencode
+
+
 def main(root: Path) -> None:
     OscarBackend.get_impl_cls = staticmethod(lambda: CudaImpl)  # type: ignore[method-assign]
     OscarBackend.get_builder_cls = staticmethod(lambda: CudaMetadataBuilder)  # type: ignore[method-assign]
     folder = model_folder("tiny", root, head_dim=64)
     sidecar = random_sidecar(folder, turning=3)
     check_positions()
+    grown: list[int] = []
+    note_reencoding(grown)
     errors: list[float] = []
     reads: list[list[int]] = []
     check_layers(CudaImpl, errors, reads)
@@ -82,6 +97,7 @@ def main(root: Path) -> None:
         print("batch", len(seen), max(seen), flush=True)
     counters = OscarRuntime.shared(llm.llm_engine.vllm_config).counters
     print("reads", counters.reads.tolist(), [sum(kind) for kind in zip(*reads, strict=True)], flush=True)
+    print("encoded again", grown, flush=True)
 
 
 if __name__ == "__main__":
