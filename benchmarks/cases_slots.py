@@ -26,6 +26,7 @@ class Case:
     block_size: int = 16
     stride: int = 0
     long: bool = False
+    in_flight: int = 1
 
     def __str__(self) -> str:
         return " ".join(f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k))
@@ -34,11 +35,11 @@ class Case:
 class Schedule:
     """Random requests over a small pool of blocks; blocks are reused and shared, some rows are padding."""
 
-    def __init__(self, seed: int, block_size: int, threshold: int, device: torch.device) -> None:
+    def __init__(self, seed: int, blocks: range, block_size: int, threshold: int, device: torch.device) -> None:
         self.device = device
         self.block_size = block_size
         self.random = random.Random(seed)
-        self.free = list(range(1, NUM_BLOCKS))
+        self.free = list(blocks)
         self.running: list[tuple[list[int], int]] = []  # blocks, tokens
         self.threshold = threshold
         self.columns = 24
@@ -88,10 +89,13 @@ class Schedule:
 
 def check(case: Case, device: torch.device) -> str:
     """See verify_gpu. Every step leaves the state that the reference leaves."""
-    p, threshold = case.block_size, 2
+    p, threshold, batches = case.block_size, 2, case.in_flight
     layout, contract = PageLayout(64, p), HotContract(case.sink, case.window, p)
-    schedule = Schedule(case.sink + case.window, p, threshold, device)
-    wanted = SlotTable.empty(contract, NUM_BLOCKS, case.num_slots, device)
+    schedules = [
+        Schedule(case.sink + case.window + n, range(1 + n, NUM_BLOCKS, batches), p, threshold, device)
+        for n in range(batches)
+    ]
+    wanted = SlotTable.empty(contract, NUM_BLOCKS, case.num_slots, device, batches)
     table = copy.deepcopy(wanted)
     scratch = slots.SlotScratch.of(table)
     pool = HotPool.allocate(layout, case.num_slots, 3, torch.bfloat16, device)
@@ -102,7 +106,7 @@ def check(case: Case, device: torch.device) -> str:
     meta = layout.views(pages).meta
     given_up = torch.zeros(3, dtype=torch.int64, device=device)  # without proof, of a window, of a sink
     for step in range(case.steps):
-        block_table, seq_lens, starts, slot_mapping = schedule.step()
+        block_table, seq_lens, starts, slot_mapping = schedules[step % batches].step()
         proven = pool.proven_slots(page_words(meta), wanted)
         owner, sink = wanted.block_of_slot[:-1].clone(), wanted.is_sink[:-1].clone()
         wanted.allocate(block_table, seq_lens, starts, threshold, proven)
@@ -144,7 +148,8 @@ def check(case: Case, device: torch.device) -> str:
     kinds, shrunk = given_up.tolist(), int(wanted.shrunk_steps)
     assert sum(kinds) == int(table.evictions)
     if case.long:
-        assert schedule.operations >= 10_000, schedule.operations
+        operations = sum(schedule.operations for schedule in schedules)
+        assert operations >= 10_000, operations
         assert min(kinds) > 0, kinds
         assert 0 < shrunk < case.steps, shrunk
     return f"evictions {kinds}"
@@ -160,4 +165,5 @@ def gpu_cases() -> list[Case]:
         Case(20, 100, 14, 80),
         Case(64, 256, 3000),
         Case(64, 256, 18, 80, 64, stride=1 << 27),  # more than 4 GiB
+        Case(16, 33, 18, 80, in_flight=2),
     ]

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.synthetic import strided_pages, transform, turning_mean
-from vllm_oscar.cache_layer import RowCodec
+from vllm_oscar.cache_layer import LS_KEY_GAIN, RowCodec
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.kernels.encode_metric import BATCH, MetricTables, ReencodeTable, encode_written, reencode, workspace
 from vllm_oscar.kernels.write import WriteTables, write
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout, unpack
-from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, Metric, decode
+from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, Metric, decode, encode_ls
 
 LAYERS = 3  # of a re-encoding case
 TURNING = 50.0  # size of a turning mean in units of the rows
@@ -68,9 +68,7 @@ def codec(case: Case, which: int, generator: torch.Generator) -> RowCodec:
 
 
 def tables(codecs: tuple[RowCodec, RowCodec], dtype: torch.dtype) -> WriteTables:
-    key, value = codecs
-    clips = tuple(c.clip if c.encoder == "minmax" else None for c in codecs)
-    return WriteTables.of(key.transform, value.transform, dtype, (key.gain, value.gain), (clips[0], clips[1]))
+    return WriteTables.of(*codecs, dtype)
 
 
 def hard_rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
@@ -119,6 +117,11 @@ def check(case: Case, device: torch.device) -> str:
         if y is not None:
             encode_written(y, pages, layout, pool, slot_mapping, hot, metric_tables, 1.05, scratch, saturated)
         else:
+            there = slot_mapping[slot_mapping >= 0]
+            first = layout.views(pages).meta[there // p, :, there % p, KEY, :, 0]
+            copies = pool.rows[hot[hot >= 0] // p, :, KEY, hot[hot >= 0] % p]
+            wanted = encode_ls(copies, layout.group_size, LS_KEY_GAIN, FP16_MAX).scale
+            assert abs((first / wanted).nanmedian().item() - 1) < 0.001, "codes to be encoded again have another gain"
             _reencode_all(case, pages, pool, metric_tables, scratch)
 
     views = layout.views(pages)
@@ -172,14 +175,16 @@ def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: Metric
     layers = ReencodeTable.of(
         [other[0], pages, other[0]], [other[1], pool, other[1]], [metric] * LAYERS, [1.05] * LAYERS
     )
-    block_table = torch.arange(1, pages.shape[0], dtype=torch.int32, device=device)[None]
-    seq_lens = torch.tensor([n + 1], dtype=torch.int32, device=device)
+    block_table = torch.arange(1, pages.shape[0] - 1, dtype=torch.int32, device=device)[None]
+    # the last batch goes beyond the tokens, into the null block, which has no slot
+    table.slot_of_block[0] = -1
+    block_table = torch.nn.functional.pad(block_table, (0, -(-BATCH // case.block_size)))
     query_start_loc = torch.tensor([0, 1], dtype=torch.int32, device=device)
-    steps = 4
-    # the token at which the window begins at the last of these steps; at 5 other layers are due
-    for last in (5, *range(1 - BATCH, n, BATCH)):
-        table.limits[1] = n + steps - last
-        reencode(layers, case.layout, table, block_table, seq_lens, query_start_loc, 1, steps, scratch)
+    grown = 4
+    # tokens before the first of these steps; from 2 on another layer is due
+    for before in (2, *range(1, n + BATCH, BATCH)):
+        seq_lens = torch.tensor([before + grown], dtype=torch.int32, device=device)
+        reencode(layers, case.layout, table, block_table, seq_lens, query_start_loc, 1, grown, scratch)
 
 
 def gpu_cases() -> list[Case]:

@@ -106,7 +106,7 @@ def reencoding(requests: int, head_size: int = 128, heads: int = 8, layers: int 
     space = workspace(layout, DEVICE)
 
     for due in (2, 1):  # layers
-        after.fill_(704 if due == 2 else 720)
+        after.fill_(705 if due == 2 else 721)
         give()
         for page, pool in zip(pages, pools, strict=True):
             page.zero_()

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from vllm_oscar.attention import attend, read_rows
-from vllm_oscar.integration.cuda import _REENCODE_EVERY
 from vllm_oscar.integration.runtime import _WATCH_EVERY
-from vllm_oscar.kernels.encode_metric import BATCH
+from vllm_oscar.kernels.encode_metric import _EVERY, BATCH
 from vllm_oscar.page_layout import KEY, PageViews, unpack
 from vllm_oscar.quantizer import encode_ls
 
@@ -185,7 +184,7 @@ class Verdict:
         metric, least: (row, step) pairs found with codes of the metric encoder, and of least squares
         agreement: of their codes with that encoder's, on average
         late: (row, step) pairs whose row was outside the window, and still least squares
-        misplaced: (layer, request, step) triples where what is encoded again is not whole batches, or not due
+        misplaced: (layer, request, step) triples where what is encoded again is not whole batches, or not all of them
     """
 
     metric: int = 0
@@ -200,8 +199,8 @@ class Verdict:
 
 
 class Reencoding:
-    """Follows keys that decoding writes: least-squares codes at first, those of the metric encoder before they leave
-    the window. A row counts as what its codes agree with more: the reference's codes, by either encoder, of the BF16
+    """Follows keys that decoding writes: least-squares codes at first, those of the metric encoder as soon as a batch is
+    whole. A row counts as what its codes agree with more: the reference's codes, by either encoder, of the BF16
     copy that was made when it was written. For one batch of requests, none of whose blocks are used again.
     """
 
@@ -258,7 +257,7 @@ class Reencoding:
             if whole and again.numel() and rest.numel():
                 first = int(rest[0])  # that is not encoded again
                 whole = int(again[-1]) < first and first % BATCH == number % BATCH
-                whole &= first < after - window + _REENCODE_EVERY + BATCH
+                whole &= first > after - _EVERY - BATCH
             out.misplaced += not whole
         out.agreement = float(torch.cat(agreement).mean()) if agreement else 0.0
         return out

@@ -23,6 +23,11 @@ from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
 LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder does (docs/quality.md)
 
 
+def _ls_gain(gain: float) -> float:
+    """Of keys that were calibrated with this one for the metric encoder; the reference's transforms have none."""
+    return LS_KEY_GAIN if gain > 1 else gain
+
+
 @dataclass(frozen=True)
 class RowCodec:
     """Keys' or values' way into the cache: y = (x - m) T, rounded to the pool's dtype, then encoded.
@@ -55,8 +60,8 @@ class RowCodec:
             ConfigError: the metric encoder is asked for, and the calibration holds no metric.
         """
         gain = calibration.gain
-        if encoder == "ls" and calibration.encoder == "metric" and gain > 1:  # the reference's transforms have none
-            gain = LS_KEY_GAIN
+        if encoder == "ls" and calibration.encoder == "metric":
+            gain = _ls_gain(gain)
         encoder = encoder or calibration.encoder
         metric = None
         if encoder == "metric":
@@ -75,6 +80,11 @@ class RowCodec:
             max_scale,
             metric,
         )
+
+    @property
+    def first_gain(self) -> float:
+        """Of the codes that the write kernel makes: least-squares ones too where the metric encoder comes later."""
+        return self.gain if self.metric is None else _ls_gain(self.gain)
 
     def encode(self, y: torch.Tensor) -> Encoded:
         """Rows y (tokens, heads, D) in the pool's dtype -> codes."""

@@ -18,7 +18,7 @@ class VllmVersionError(OscarError, RuntimeError):
 
 
 class PoolError(OscarError, RuntimeError):
-    """An audit (VLLM_OSCAR_AUDIT=1) found a rule of the BF16 pool broken: a bug."""
+    """A rule of the BF16 pool is broken: a bug. Most rules are checked by an audit (VLLM_OSCAR_AUDIT=1) only."""
 
 
 class SidecarError(OscarError, ValueError):

@@ -85,6 +85,8 @@ class SlotTable:
         evictions: int64 (1,), copies given up so far
         shrunk_steps: int64 (1,), steps in which the limits were below what was asked for
         step: int32 (1,), number of calls of `allocate` so far
+        in_flight: batches of a pipeline, whose steps take turns: each may fill its share of the slots, and none gives
+            away what another's last step needed
     """
 
     contract: HotContract
@@ -96,9 +98,12 @@ class SlotTable:
     evictions: torch.Tensor
     shrunk_steps: torch.Tensor
     step: torch.Tensor
+    in_flight: int
 
     @classmethod
-    def empty(cls, contract: HotContract, num_blocks: int, num_slots: int, device: torch.device) -> "SlotTable":
+    def empty(
+        cls, contract: HotContract, num_blocks: int, num_slots: int, device: torch.device, in_flight: int = 1
+    ) -> "SlotTable":
         def made(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
@@ -112,6 +117,7 @@ class SlotTable:
             evictions=made(1, torch.int64),
             shrunk_steps=made(1, torch.int64),
             step=made(1, torch.int32),
+            in_flight=in_flight,
         )
         table.clear()
         return table
@@ -129,6 +135,11 @@ class SlotTable:
     def num_slots(self) -> int:
         return self.block_of_slot.shape[0] - 1
 
+    @property
+    def slots_per_step(self) -> int:
+        """Most slots that a step may need."""
+        return self.num_slots // self.in_flight
+
     def allocate(
         self,
         block_table: torch.Tensor,
@@ -140,7 +151,7 @@ class SlotTable:
         """Give every block that this step needs a slot; calling it again with the same arguments changes nothing
         but the step number.
 
-        Ranks decide what goes when the running requests need more than there is: 0 the floor (first sink block,
+        Ranks decide what goes when the step's requests need more than `slots_per_step`: 0 the floor (first sink block,
         tail block, blocks that a decode step writes), 1 the other sinks, 1 + d the blocks that a window of
         1 + d*P tokens reaches. The largest rank that fits, counted over distinct blocks, sets `limits` for all.
 
@@ -172,7 +183,7 @@ class SlotTable:
         levels = contract.depth + 2
         histogram = torch.zeros(levels, dtype=torch.int64, device=block.device)
         histogram.scatter_add_(0, best[block].clamp(max=levels - 1).long(), distinct.long())
-        fits = histogram.cumsum(0) <= self.num_slots
+        fits = histogram.cumsum(0) <= self.slots_per_step
         level = fits.long().cumprod(0).sum() - 1  # the last rank that fits; -1 cannot be, start-up refuses it
         self._set_limits(level, levels)
         needed = distinct & (best[block] <= level)
@@ -240,12 +251,13 @@ class SlotTable:
         self.shrunk_steps += (level < levels - 1).long()
 
     def _victims(self, proven: torch.Tensor) -> torch.Tensor:
-        """Slots in the order in which they may be given away, int64 (slots,); those needed now come last."""
+        """Slots in the order in which they may be given away, int64 (slots,); those needed now, or by another batch in
+        flight, come last."""
         last_step, block = self.last_step[:-1].long(), self.block_of_slot[:-1]
         kind = torch.where(self.is_sink[:-1], 3, 2)
         kind = torch.where(proven, kind, 1)
         kind = torch.where(block < 0, 0, kind)
-        kind = torch.where((last_step == self.step) & (block >= 0), 4, kind)
+        kind = torch.where((self.step - last_step < self.in_flight) & (block >= 0), 4, kind)
         return torch.argsort((kind << 32) | last_step, stable=True)
 
     def hot_slot_mapping(

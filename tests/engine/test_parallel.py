@@ -6,11 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.shapes import random_sidecar
+from vllm_oscar.config import OscarConfig
+from vllm_oscar.errors import ConfigError
+from vllm_oscar.page_layout import PageLayout
 
 pytestmark = pytest.mark.engine
 CONFIG = {
@@ -44,3 +49,30 @@ def test_ranks_answer_as_one(tiny_model: Callable[..., Path]) -> None:
         many = answers(folder, sidecar, **ranks)
         assert [[tokens, found] for tokens, _, found in many] == [[tokens, found] for tokens, _, found in one], ranks
         assert [likely for _, likely, _ in many] == pytest.approx([likely for _, likely, _ in one], abs=0.01), ranks
+
+
+def test_a_pipelines_pool_holds_all_requests_for_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches take turns, and any of them may hold all requests: each has what the pool is without a pipeline."""
+    from vllm_oscar.integration import runtime as module
+
+    layer = SimpleNamespace(layout=PageLayout(64, 16), num_kv_heads=1, owns_cache=True)
+    slot = 16 * (4 * 64 + 8)  # bytes: two rows in BF16, and their words
+    monkeypatch.setattr(module, "oscar_impls", lambda config: [layer])
+
+    def slots(in_flight: int, affordable: int) -> tuple[int, int]:
+        """Of the pool, and of a step."""
+        runtime = module.OscarRuntime.__new__(module.OscarRuntime)
+        cache = SimpleNamespace(block_size=16, kv_cache_memory_bytes=2 * affordable * slot)
+        runtime.vllm_config = SimpleNamespace(cache_config=cache, scheduler_config=SimpleNamespace(max_num_seqs=5))
+        runtime.config = OscarConfig(sink=16, window=17, pool_share=0.5)
+        runtime.pool_dtype, runtime.decode_threshold = torch.bfloat16, 1
+        runtime.num_slots, runtime.in_flight, runtime.counters, runtime._tables = 0, in_flight, module.Counters(), {}
+        runtime.plan_pool(torch.device("cpu"))
+        return runtime.num_slots, runtime.table(["layer"], 99, torch.device("cpu")).slots_per_step
+
+    wanted, floor = 1 + 2 * 2, 2  # of a request: sink and two tails; sink and tail
+    for in_flight in (1, 2, 3):
+        assert slots(in_flight, 1000) == (5 * wanted * in_flight, 5 * wanted)
+        assert slots(in_flight, 5 * floor * in_flight) == (5 * floor * in_flight, 5 * floor)
+        with pytest.raises(ConfigError, match=f"need at least {5 * floor * in_flight}: "):
+            slots(in_flight, 5 * floor * in_flight - 1)

@@ -1,9 +1,12 @@
 """The write kernel and the metric encoder against the reference, in Triton's interpreter."""
 
+import random
+
 import pytest
 import torch
 
 from benchmarks.cases_write import Case, check
+from vllm_oscar.kernels.encode_metric import Rounds
 
 pytestmark = pytest.mark.kernels
 
@@ -32,3 +35,29 @@ pytestmark = pytest.mark.kernels
 )
 def test_pages_and_copies(case: Case) -> None:
     check(case, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 4, 8])
+def test_no_tokens_are_left_out_of_the_rounds(in_flight: int, drafts: int) -> None:
+    """Batches come and go, in turn or alone; of a step's drafts any number is accepted. Whatever a request's tokens
+    were in between, some call looks at it, and seven of eight steps have none."""
+    rng = random.Random(in_flight)
+    rounds = Rounds(in_flight)
+    batches = [{"tokens": 0, "seen": 0}]
+    calls = []
+    for step in range(4032):
+        query = rng.choice([1, 1 + drafts]) if step % 100 < 50 else 1
+        grown = rounds.step(query)
+        batch = batches.pop(0)  # its turn
+        if grown:
+            calls.append(grown)
+            assert batch["tokens"] - batch["seen"] <= grown, f"step {step}: tokens were left out"
+            batch["seen"] = batch["tokens"]
+        batch["tokens"] += rng.randint(1, query)
+        if rng.random() > 0.02 or not batches:
+            batches.append(batch)
+        if len(batches) < in_flight and rng.random() < 0.02:
+            batches.insert(rng.randrange(len(batches) + 1), {"tokens": 0, "seen": 0})
+    assert len(calls) == 4032 / 8
+    assert max(calls) <= (1 + drafts) * (9 * in_flight - 1)

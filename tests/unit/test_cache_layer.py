@@ -178,6 +178,8 @@ def test_key_encoder_can_be_overridden() -> None:
     assert (cheap.key.encoder, cheap.key.metric, cheap.value.encoder) == ("ls", None, "ls")
     assert CacheLayer.of(case.pair, case.layout, torch.bfloat16).key.gain == 1.05
     assert CacheLayer.of(case.pair, case.layout, torch.bfloat16, "ls").key.gain == LS_KEY_GAIN
+    metric = CacheLayer.of(case.pair, case.layout, torch.bfloat16)
+    assert [codec.first_gain for codec in (metric.key, cheap.key, metric.value)] == [LS_KEY_GAIN, LS_KEY_GAIN, 1.05]
     without = Case(encoder="ls")
     with pytest.raises(ConfigError, match="leave the option out"):
         CacheLayer.of(without.pair, without.layout, torch.bfloat16, "metric")

@@ -30,7 +30,6 @@ from vllm_oscar.kernels.write import WriteTables, write
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-_REENCODE_EVERY = 8  # steps
 _HISTORY_ROWS = 32768  # keys that a prefill restores at a time; 128 MiB at 8 heads of 128
 
 
@@ -96,7 +95,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
                 impl.reads = None  # an earlier builder's groups may have been others
         self._scratch: tuple[int, SlotTable, slots.SlotScratch] | None = None  # with the pages' address
         self._reencode: encode_metric.ReencodeTable | None = None
-        self._steps = 0
+        self._rounds = encode_metric.Rounds(self.runtime.in_flight)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: "CommonAttentionMetadata", fast_build: bool = False
@@ -112,7 +111,8 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         slots.allocate(
             table, scratch, common.block_table_tensor, seq_lens, starts, threshold, pages, impl.layout, impl.pool
         )
-        if self._reencode is not None and self._steps % _REENCODE_EVERY == 0:
+        grown = self._rounds.step(min(common.max_query_len, threshold))
+        if self._reencode is not None and grown:
             encode_metric.reencode(
                 self._reencode,
                 impl.layout,
@@ -121,10 +121,9 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
                 seq_lens,
                 starts,
                 threshold,
-                _REENCODE_EVERY,
+                grown,
                 impl.workspaces.encoder,
             )
-        self._steps += 1
         num_tokens = common.num_actual_tokens
         slot_mapping = common.slot_mapping[:num_tokens]
         slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping, self.position)
@@ -231,10 +230,7 @@ class CudaImpl(OscarImpl):
         key, value = self.cache_layer.key, self.cache_layer.value
         self.decode_tables = DecodeTables.of(key.transform, value.transform)
         self.restore_tables = RestoreTables.of(key.transform, value.transform, dtype)
-        clips = tuple(codec.clip if codec.encoder == "minmax" else None for codec in (key, value))
-        self.write_tables = WriteTables.of(
-            key.transform, value.transform, dtype, (key.gain, value.gain), (clips[0], clips[1])
-        )
+        self.write_tables = WriteTables.of(key, value, dtype)
         self.metric_tables = encode_metric.MetricTables.of(key.metric, self.layout) if key.metric else None
         for tables in (self.decode_tables, self.restore_tables, self.write_tables, self.metric_tables):
             _keep(module, tables)
@@ -323,7 +319,7 @@ class CudaImpl(OscarImpl):
 
     def _write(self, pages: torch.Tensor, step: CudaMetadata, key: torch.Tensor, value: torch.Tensor) -> None:
         """Prefills encode keys in the metric at once. A decode step cannot hide the encoder's chain of dependent
-        steps: it writes least-squares codes, which are encoded again before they leave the window."""
+        steps: it writes least-squares codes, which are encoded again a little later (see `encode_metric.reencode`)."""
         saturated = self.runtime.counters.saturated_rows
         metric = self.metric_tables if step.calls else None
         write(

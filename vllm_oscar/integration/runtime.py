@@ -75,6 +75,8 @@ class OscarRuntime:
         speculative = vllm_config.speculative_config
         # queries up to this length read their own tokens from the pool like any other
         self.decode_threshold = 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
+        # batches whose steps take turns
+        self.in_flight: int = vllm_config.parallel_config.pipeline_parallel_size
         self.num_slots = 0  # of each layer's pool; known once every layer exists
         self.pool_bytes = 0
         self.workspaces: dict[tuple[int, ...], Any] = {}  # buffers that layers of one shape share, on GPUs
@@ -133,11 +135,13 @@ class OscarRuntime:
     def plan_pool(self, device: torch.device) -> None:
         """Decide how many slots every layer gets. Called by the first layer after the weights are loaded.
 
-        The pool is never larger than all requests can use, nor than its share of the memory left for the KV cache.
+        The pool is never larger than all requests can use, nor than its share of the memory left for the KV cache. Any
+        batch of a pipeline may hold all requests, and has its share of the slots: as many as without a pipeline, as
+        a rank's slots hold its own layers only.
 
         Raises:
             UnsupportedError: a layer that is not ours would store its rows under our dtype.
-            ConfigError: the share does not hold the floor of `max_num_seqs` requests.
+            ConfigError: the share does not hold the floor of `max_num_seqs` requests, for each batch in flight.
         """
         if self.num_slots:
             return
@@ -151,8 +155,8 @@ class OscarRuntime:
         )
         memory = max(0, memory_for_cache(self.vllm_config, device))
         affordable = int(self.config.pool_share * memory) // slot_bytes
-        wanted = requests * contract.slots_per_request
-        floor = requests * contract.floor_slots_per_request(self.decode_threshold)
+        wanted = self.in_flight * requests * contract.slots_per_request
+        floor = self.in_flight * requests * contract.floor_slots_per_request(self.decode_threshold)
         self.num_slots = min(wanted, affordable)
         self.counters.move(device)
         if self.num_slots < floor:
@@ -160,9 +164,10 @@ class OscarRuntime:
             remedy = f"raise pool_share to {enough:.2g} in the oscar options" if enough < 0.5 else "give it more memory"
             if fitting := affordable // (floor // requests):
                 remedy += f", or lower --max-num-seqs to {fitting}"
+            pipeline = f" in each of the pipeline's {self.in_flight} batches" if self.in_flight > 1 else ""
             raise ConfigError(
                 f"pool_share {self.config.pool_share} of {memory / 2**30:.2f} GiB of cache memory holds {affordable} "
-                f"BF16 blocks, but {requests} requests need at least {floor}: {remedy}"
+                f"BF16 blocks, but {requests} requests{pipeline} need at least {floor}: {remedy}"
             )
         self.pool_bytes = self.num_slots * slot_bytes
         cache = self.vllm_config.cache_config
@@ -182,7 +187,7 @@ class OscarRuntime:
         name = layer_names[0]
         table = self._tables.get(name)
         if table is None or table.slot_of_block.shape[0] != num_blocks + 1:
-            table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device)
+            table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device, self.in_flight)
             self._tables[name] = table
         return table
 

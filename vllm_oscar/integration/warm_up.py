@@ -44,15 +44,15 @@ def batches(builder: "CudaMetadataBuilder") -> Iterator[tuple[list[int], int]]:
     """(new tokens of each request, stored tokens of each) of the batches to rehearse."""
     config, impl = builder.vllm_config, builder.impl
     threshold = builder.runtime.decode_threshold
+    most = config.scheduler_config.max_num_batched_tokens
     seen = set()
-    for q_len in range(1, threshold + 1):
-        for seqs in range(1, config.scheduler_config.max_num_seqs + 1):
+    for q_len in range(1, min(threshold, most) + 1):
+        for seqs in range(1, min(config.scheduler_config.max_num_seqs, most // q_len) + 1):
             variant = compiled_for(seqs, q_len, impl.num_kv_heads, impl.ratio, impl.head_size, builder.device)
             if (q_len, variant) not in seen:
                 seen.add((q_len, variant))
                 yield [q_len] * seqs, 0
     longest = config.model_config.max_model_len
-    most = config.scheduler_config.max_num_batched_tokens
     for query in sorted({min(threshold + 1, most), min(threshold + 128, most)}):
         # without history, with some, and with more than one call restores
         for before in (0, 1, impl.workspaces.prefill.capacity):

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def,var-annotated,unreachable"
 """The metric encoder for keys: rounding with compensation and coordinate descent, 32 rows to a one-warp program.
 
-Two uses. `encode_written` follows the write kernel in a prefill and encodes what it transformed. `reencode` runs once
-a decode step, for all layers: decoding writes least-squares codes (the metric encoder's chain of dependent steps
-would cost a decode step more than it is worth), and before tokens leave the window they are encoded again, from
-their BF16 copies, codes, scale and offset, with the proof in the slot.
+Two uses. `encode_written` follows the write kernel in a prefill and encodes what it transformed. `reencode` runs now
+and then before a step, for all layers: decoding writes least-squares codes (the metric encoder's chain of dependent
+steps would cost a decode step more than it is worth), and as soon as 32 tokens of a request are there they are encoded
+again, from their BF16 copies, codes, scale and offset, with the proof in the slot.
 
 Rows are scaled by the largest of their groups' first scales, so that residuals fit fp16. Channels are taken in blocks
 of 16: the products with the residuals of all other blocks are one tensor-core product; inside a block, every thread
@@ -12,6 +12,7 @@ has a row of its own and goes through the 16 channels one after the other. Betwe
 registers, rows live transposed in a workspace that stays in the L1 and L2 caches.
 """
 
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,7 @@ BLOCK = tl.constexpr(16)  # channels
 ROWS = tl.constexpr(32)  # of a program; one to a thread
 BATCH = ROWS.value  # tokens that `reencode` takes at a time
 _PROGRAMS_PER_SM = 6
+_EVERY = 8  # steps of a request from one call of `reencode` to the next
 
 
 @dataclass(frozen=True)
@@ -399,6 +401,34 @@ def encode_written(
     )
 
 
+class Rounds:
+    """In which steps to call `reencode`, and for how many tokens. The batches of a pipeline take turns, or one runs
+    alone: any batch has a step among `in_flight` consecutive ones, so a round is as many, and the next comes `_EVERY`
+    times as many steps later.
+    """
+
+    def __init__(self, in_flight: int) -> None:
+        self._in_flight = in_flight
+        self._step = 0
+        # since the first step of the last round, as seen from the last step of this one
+        self._queries: deque[int] = deque(maxlen=(_EVERY + 1) * in_flight - 1)
+
+    def step(self, longest: int) -> int:
+        """Called in every step.
+
+        Args:
+            longest: query that a decoding request may have in it
+
+        Returns:
+            `grown` of the call that is due in this step (at least 1: the first one compiles the kernel), or 0
+        """
+        due = self._step % (_EVERY * self._in_flight) < self._in_flight
+        grown = max(1, sum(self._queries)) if due else 0
+        self._step += 1
+        self._queries.append(longest)
+        return grown
+
+
 @dataclass(frozen=True)
 class ReencodeTable:
     """All layers of a KV-cache group that have the metric encoder, for one launch.
@@ -445,34 +475,31 @@ def _pointer(pointers, layer, which: tl.constexpr, dtype: tl.constexpr):
     return tl.multiple_of(tl.load(pointers + layer * 7 + which).to(tl.pointer_type(dtype)), 16)
 
 
-@triton.jit(do_not_specialize=["items", "table_stride"])
+@triton.jit(do_not_specialize=["items", "grown", "table_stride"])
 def _reencode(
-    pointers, gains, block_table, seq_lens, query_start_loc, slot_of_block, limits, scratch,
-    items, layers, heads, threshold, steps, table_stride,
+    pointers, gains, block_table, seq_lens, query_start_loc, slot_of_block, scratch,
+    items, layers, heads, threshold, grown, table_stride,
     page_block, page_head, row_slot, row_head, word_slot, word_head,
     D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr, META: tl.constexpr,
     META_BYTES: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """grid (programs): each takes every programs-th item of (request, which of its due layers, head)."""
     scratch += tl.program_id(0) * (ROWS * (2 * D + BLOCK))
-    window = tl.load(limits + 1)
-    most = threshold * steps  # tokens that a request pushes out of its window until the next call
-    due = (layers + ROWS - 1) // ROWS * most
+    due = (layers + ROWS - 1) // ROWS * grown
     for item in tl.range(tl.program_id(0), items, tl.num_programs(0), num_stages=1):
         h = item % heads
         nth = item // heads % due
         request = item // heads // due
         query = tl.load(query_start_loc + request + 1) - tl.load(query_start_loc + request)
         before = tl.load(seq_lens + request) - query
-        ahead = nth % most
-        first = before + 1 - window + ahead
-        layer = (first + ROWS * (1 << 20)) % ROWS + nth // most * ROWS
-        if (ahead < query * steps) & (query <= threshold) & (layer < layers) & (first + ROWS > 0):
+        end = before - nth % grown
+        layer = end % ROWS + nth // grown * ROWS
+        if (end > 0) & (query <= threshold) & (layer < layers):
             pages = _pointer(pointers, layer, 0, tl.uint8)
             rows = _pointer(pointers, layer, 1, ROW)
             words = _pointer(pointers, layer, 2, tl.int32)
-            j = first + tl.arange(0, ROWS)
-            ok = (j >= 0) & (j < before)
+            j = end - ROWS + tl.arange(0, ROWS)
+            ok = j >= 0
             at = block_table + request.to(tl.int64) * table_stride + j // P
             block = tl.load(at, mask=ok, other=0).to(tl.int64)
             slot = tl.load(slot_of_block + block, mask=ok, other=-1).to(tl.int64)
@@ -507,25 +534,25 @@ def reencode(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     decode_threshold: int,
-    steps: int,
+    grown: int,
     scratch: torch.Tensor,
 ) -> None:
-    """Before a step's forward: encode keys of decoding requests again before their copies leave the window.
+    """Before a step's forward: encode keys of decoding requests again, as long as they have copies.
 
-    The tokens go in batches of 32; a layer is due for a request when its window's first token is at the layer's
-    number modulo 32, so a step has about one layer in 32 to do. The encoder takes as long for one row as for a
-    thousand: whoever calls lets some steps pass between two calls. Only rows with a proven copy are touched.
+    The tokens go in batches of 32; a layer's are complete when a request's tokens are its number modulo 32, so that a
+    step completes those of about one layer in 32. The encoder takes as long for one row as for a thousand: whoever
+    calls lets some steps pass between two calls (see `Rounds`). Only rows with a proven copy are touched.
 
     Args:
         block_table, seq_lens, query_start_loc: the step's, as for SlotTable.allocate
-        steps: until the next call; what becomes due in the meantime is done now
+        grown: most tokens that a request got since the last call; batches that they completed are done
         scratch: see `workspace`
     """
     layers = table.pointers.shape[0]
-    items = seq_lens.shape[0] * triton.cdiv(layers, BATCH) * decode_threshold * steps * table.heads
+    items = seq_lens.shape[0] * triton.cdiv(layers, BATCH) * grown * table.heads
     _reencode[(min(items, scratch.shape[0]),)](
-        table.pointers, table.gains, block_table, seq_lens, query_start_loc, slots.slot_of_block, slots.limits,
-        scratch, items, layers, table.heads, decode_threshold, steps, block_table.stride(0), *table.page_strides,
+        table.pointers, table.gains, block_table, seq_lens, query_start_loc, slots.slot_of_block, scratch,
+        items, layers, table.heads, decode_threshold, grown, block_table.stride(0), *table.page_strides,
         *table.row_strides, *table.word_strides,
         D=layout.head_size, P=layout.block_size, GROUPS=layout.groups, VALUE_CODES=layout.value_codes_offset,
         META=layout.meta_offset, META_BYTES=layout.meta_bytes, UNITS_PAD=units_padded(layout),

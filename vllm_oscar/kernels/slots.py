@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_oscar.errors import PoolError
 from vllm_oscar.hot_pool import UNNEEDED, HotPool, SlotTable
 from vllm_oscar.page_layout import PageLayout
 
@@ -98,7 +99,7 @@ def _candidate(
 def _plan(
     block_table, seq_lens, query_start_loc, slot_of_block, block_of_slot, last_step, is_sink, limits, shrunk_steps,
     step_count, blocks, missing, count, keys, proven, pages, words,
-    total, table_stride, columns, num_blocks, num_slots, threshold, page_block, word_slot,
+    total, table_stride, columns, num_blocks, num_slots, slots_per_step, in_flight, threshold, page_block, word_slot,
     SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr, LEVELS: tl.constexpr, LEVELS_PAD: tl.constexpr,
     WORDS: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +147,7 @@ def _plan(
         distinct = (rank < _FAR) & (tl.load(first + block, cache_modifier=".cg") == i)
         rank = tl.load(lowest + block, cache_modifier=".cg")
         blocks_of_rank += tl.sum((distinct[:, None] & (rank[:, None] == level[None, :])).to(tl.int32), 0)
-    fits = (tl.cumsum(blocks_of_rank, 0) <= num_slots) & (level < LEVELS)
+    fits = (tl.cumsum(blocks_of_rank, 0) <= slots_per_step) & (level < LEVELS)
     granted = tl.sum(fits.to(tl.int32), 0) - 1  # the last rank that fits
     complete = granted == LEVELS - 1
     window = tl.minimum(1 + tl.maximum(granted - 1, 0) * P, WINDOW)
@@ -194,7 +195,7 @@ def _plan(
         used = tl.load(last_step + s, mask=there, other=0, cache_modifier=".cg")
         sink = tl.load(is_sink + s, mask=there, other=0, cache_modifier=".cg") > 0
         owned = tl.load(block_of_slot + s, mask=there, other=-1) >= 0
-        kind = tl.where(used == step, 4, tl.where(sink, 3, 2))
+        kind = tl.where(step - used < in_flight, 4, tl.where(sink, 3, 2))
         kind = tl.where(owned, kind, 0)
         recent = tl.maximum(_AGES - 1 - (step - used), 0)
         tl.store(keys + s, kind * _AGES + recent, mask=there)
@@ -202,7 +203,7 @@ def _plan(
 
 @triton.jit
 def _keys(s, num_slots, keys, proven):
-    """Keys of slots s: kind 0 free, 1 without proof, 2 window, 3 sink, 4 needed now; less goes first."""
+    """Keys of slots s: kind 0 free, 1 without proof, 2 window, 3 sink, 4 of a step in flight; less goes first."""
     there = s < num_slots
     key = tl.load(keys + s, mask=there, other=5 * _AGES)
     kind = key // _AGES
@@ -263,7 +264,8 @@ def allocate(
         table.limits, table.shrunk_steps, table.step, scratch.blocks, scratch.missing, scratch.count, scratch.keys,
         scratch.proven, pages, pool.words,
         requests * contract.slots_per_request, block_table.stride(0), block_table.shape[1],
-        table.slot_of_block.shape[0] - 1, slots, decode_threshold, pages.stride(0), pool.words.stride(0),
+        table.slot_of_block.shape[0] - 1, slots, table.slots_per_step, table.in_flight, decode_threshold,
+        pages.stride(0), pool.words.stride(0),
         SINK=contract.sink, WINDOW=contract.window, P=contract.block_size, LEVELS=levels,
         LEVELS_PAD=triton.next_power_of_2(levels), WORDS=2 * layout.groups, META=layout.meta_offset, num_warps=8,
     )  # fmt: skip
@@ -321,8 +323,14 @@ def hot_slot_mapping(
         decode_threshold: longest query that reads its own tokens from the pool
         out: int64 (>= tokens,); the first `tokens` are written
         positions: int32 (>= tokens,), likewise, with each token's position in its request; padding gets any
+
+    Raises:
+        PoolError: there are more tokens than a buffer has room for.
     """
     tokens, requests = slot_mapping.shape[0], seq_lens.shape[0]
+    room = min(buffer.shape[0] for buffer in (out, positions) if buffer is not None)
+    if tokens > room:
+        raise PoolError(f"a step of {tokens} tokens, and room to map {room}: this is a bug, please report it")
     _hot_slot_mapping[(triton.cdiv(tokens, _TOKENS.value),)](
         slot_mapping, query_start_loc, seq_lens, table.slot_of_block, table.limits, out, positions, tokens,
         requests, requests.bit_length(), decode_threshold, P=table.contract.block_size, num_warps=4,

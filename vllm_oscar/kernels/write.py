@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_oscar.cache_layer import RowCodec
 from vllm_oscar.hot_pool import HotPool
 from vllm_oscar.kernels.dependent import release, supported
 from vllm_oscar.kernels.encode import (
@@ -28,7 +29,6 @@ from vllm_oscar.kernels.product import product
 from vllm_oscar.kernels.turning import add_waves, depth, load_vectors, wave_tables, waves
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE
-from vllm_oscar.rotation import Transform
 
 _MAX_KEY_SCALE = tl.constexpr(FP16_MAX)
 _MAX_VALUE_SCALE = tl.constexpr(MAX_VALUE_SCALE)
@@ -55,26 +55,20 @@ class WriteTables:
     vectors: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        key: Transform,
-        value: Transform,
-        dtype: torch.dtype,
-        gains: tuple[float, float] = (1.0, 1.0),
-        clips: tuple[float | None, float | None] = (None, None),
-    ) -> "WriteTables":
-        """Tables for a run in `dtype`; a clip (see quantizer.encode_minmax) chooses the reference's encoder."""
-        head_size = key.mean.shape[-1]
+    def of(cls, key: RowCodec, value: RowCodec, dtype: torch.dtype) -> "WriteTables":
+        """Tables for a run in `dtype`. Keys that have a metric get least-squares codes, to be encoded again."""
+        transforms = key.transform, value.transform
 
-        def rank(clip: float | None) -> int | None:
-            return None if clip is None else min(int(clip * head_size), head_size - 1)
+        def rank(codec: RowCodec) -> int | None:
+            head_size = codec.transform.mean.shape[-1]
+            return min(int(codec.clip * head_size), head_size - 1) if codec.encoder == "minmax" else None
 
         return cls(
-            torch.stack([key.mean, value.mean]).float(),
-            torch.stack([key.matrix, value.matrix]).to(dtype),
-            gains,
-            (rank(clips[0]), rank(clips[1])),
-            *wave_tables(key.turning),
+            torch.stack([transform.mean for transform in transforms]).float(),
+            torch.stack([transform.matrix for transform in transforms]).to(dtype),
+            (key.first_gain, value.first_gain),
+            (rank(key), rank(value)),
+            *wave_tables(key.transform.turning),
         )
 
 
