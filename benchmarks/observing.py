@@ -199,8 +199,8 @@ class Verdict:
 
 
 class Reencoding:
-    """Follows keys that decoding writes: least-squares codes at first, those of the metric encoder as soon as a batch is
-    whole. A row counts as what its codes agree with more: the reference's codes, by either encoder, of the BF16
+    """Follows keys that decoding writes: least-squares codes at first, those of the metric encoder as soon as a batch
+    is whole. A row counts as what its codes agree with more: the reference's codes, by either encoder, of the BF16
     copy that was made when it was written. For one batch of requests, none of whose blocks are used again.
     """
 

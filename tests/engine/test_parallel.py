@@ -63,7 +63,11 @@ def test_a_pipelines_pool_holds_all_requests_for_each_batch(monkeypatch: pytest.
         """Of the pool, and of a step."""
         runtime = module.OscarRuntime.__new__(module.OscarRuntime)
         cache = SimpleNamespace(block_size=16, kv_cache_memory_bytes=2 * affordable * slot)
-        runtime.vllm_config = SimpleNamespace(cache_config=cache, scheduler_config=SimpleNamespace(max_num_seqs=5))
+        runtime.vllm_config = SimpleNamespace(
+            cache_config=cache,
+            scheduler_config=SimpleNamespace(max_num_seqs=5),
+            compilation_config=SimpleNamespace(static_forward_context={}),
+        )
         runtime.config = OscarConfig(sink=16, window=17, pool_share=0.5)
         runtime.pool_dtype, runtime.decode_threshold = torch.bfloat16, 1
         runtime.num_slots, runtime.in_flight, runtime.counters, runtime._tables = 0, in_flight, module.Counters(), {}
