@@ -17,6 +17,7 @@ from vllm_oscar.calibrate.rope import turned_rows
 from vllm_oscar.calibrate.solve import Recipe, solve
 from vllm_oscar.calibrate.statistics import LayerStatistics
 from vllm_oscar.quantizer import FP16_MAX, decode
+from vllm_oscar.sidecar import single_threaded
 
 SAMPLES = 12  # sequences whose keys are kept of a layer
 _RIDGE = 0.1  # towards the B there was, in units of the mean variance of a channel
@@ -70,5 +71,7 @@ def refit(statistics: LayerStatistics, samples: Sequence[Keys], recipe: Recipe) 
         left, right = left.mean(0, keepdim=True), right.mean(0, keepdim=True)
     ridge = _RIDGE * left.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     ridge = torch.where(ridge > 0, ridge, 1.0)  # heads that weigh nothing stay as they are
-    step = torch.linalg.solve(left + ridge * torch.eye(left.shape[-1]).to(left), right)
-    return LayerStatistics(statistics.tensors | {"key_refit_transform": torch.linalg.inv(before + step)})
+    with single_threaded():
+        step = torch.linalg.solve(left + ridge * torch.eye(left.shape[-1]).to(left), right)
+        transform = torch.linalg.inv(before + step)
+    return LayerStatistics(statistics.tensors | {"key_refit_transform": transform})

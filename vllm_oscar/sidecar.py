@@ -491,7 +491,8 @@ def _number(given: dict[str, Any], name: str, low: float, high: float) -> float:
 
 @contextmanager
 def single_threaded() -> Iterator[None]:
-    """LAPACK on many small matrices: its own threads make that several times slower on a busy machine."""
+    """LAPACK on many small matrices: its own threads make that several times slower on a busy machine, where MKL's have
+    even been seen to hang ("Parameter 6 was incorrect on entry to DLASWP")."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -500,7 +501,6 @@ def single_threaded() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@single_threaded()
 def _digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -515,6 +515,7 @@ def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
             raise SidecarNonFiniteError(f"{name} holds NaN or infinity; calibrate again")
 
 
+@single_threaded()
 def _check_algebra(tensors: dict[str, torch.Tensor], orthogonal: bool) -> None:
     """Transforms can be inverted (or are orthogonal), metrics are positive definite. All tensors of a kind at once."""
     names = [name for name in tensors if name.endswith(".transform")]

@@ -289,6 +289,25 @@ def test_wrong_shape_dtype_and_values(path: Path, kind: str) -> None:
             Sidecar.load(path)
 
 
+def test_matrices_are_inverted_by_one_thread(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LAPACK's own threads are slower on a busy machine, and MKL's have hung there."""
+    seen, original = [], torch.linalg.inv_ex
+
+    def noting(matrices: torch.Tensor) -> Any:
+        seen.append(torch.get_num_threads())
+        return original(matrices)
+
+    monkeypatch.setattr("torch.linalg.inv_ex", noting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        Sidecar.load(path)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [1]
+
+
 def test_the_digest_is_of_the_file_that_was_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A calibration that ends meanwhile puts another file in its place."""
 
