@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from benchmarks.shapes import random_sidecar
+from vllm_oscar.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
@@ -99,3 +100,13 @@ def test_a_cache_that_reads_only_copies_is_exact(
         check_int2(
             any_engine(folder, random_sidecar(folder), contract, enable_prefix_caching=True, **common), exact, bound
         )
+
+
+@pytest.mark.parametrize("skipped", ["sliding_window", "1"])
+def test_16_bit_layers_beside_sliding_windows_are_refused(
+    tiny_model: Callable[..., Path], any_engine: Callable[..., Engine], skipped: str
+) -> None:
+    """vLLM 0.32 serves them, with INT2 pages as large as 16-bit ones."""
+    folder = tiny_model(GEMMA2)
+    with pytest.raises(UnsupportedError, match="leave them out: layers with a sliding window are served in INT2 too"):
+        any_engine(folder, random_sidecar(folder), skip_tokenizer_init=True, kv_cache_dtype_skip_layers=[skipped])

@@ -220,6 +220,17 @@ def test_another_attention_backend_is_refused() -> None:
             "leave --kv-sharing-fast-prefill out",
         ),
         ({}, {"cache_config": SimpleNamespace(calculate_kv_scales=True)}, "--calculate-kv-scales", "leave it out"),
+        (
+            {},
+            {
+                "model_config": SimpleNamespace(
+                    hf_text_config=SimpleNamespace(layer_types=["sliding_attention", "full_attention"])
+                ),
+                "speculative_config": SimpleNamespace(method="draft_model", kv_cache_dtype="auto"),
+            },
+            "or a draft model's) where only some layers have a sliding window",
+            "leave them out",
+        ),
         ({}, {"model_config": SimpleNamespace(is_hybrid=True)}, "hybrid models", "fp8 or auto"),
         ({}, {"speculative_config": SimpleNamespace(method="eagle3")}, "drafts by a model", '"method": "ngram"'),
     ],
