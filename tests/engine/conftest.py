@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_oscar.attention import StoredRows, read_rows
+
 Tokens = Sequence[int]
 
 
@@ -79,7 +81,10 @@ class Engine:
 
     def _force(self, hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         logits = self._compute_logits(hidden, *args)
-        for row, (name, _, _) in enumerate(self.segments() if self.forced else []):
+        sampled = self.segments() if self.forced else []
+        if len(sampled) != hidden.shape[0]:  # the prompt's own log probabilities, which are left as they are
+            return logits
+        for row, (name, _, _) in enumerate(sampled):
             following = self.chunks[name][-1][1]
             if name in self.forced and following < len(self.forced[name]):
                 logits[row, self.forced[name][following]] = torch.finfo(logits.dtype).max
@@ -136,6 +141,19 @@ class Engine:
         """Of the token after each of the positions first .. last - 1, float32 (positions, vocabulary)."""
         rows = torch.stack([self.hidden[name][position] for position in range(first, last)])
         return self._compute_logits(rows).float().log_softmax(-1)
+
+    def stored(self, layer: int, name: str, tokens: int, before: int) -> StoredRows:
+        """The first `tokens` of a request of the last step as one with `before` tokens behind it reads them."""
+        layers = list(self.runner.compilation_config.static_forward_context.items())
+        prefix, module = layers[layer]
+        groups = self.scheduler.kv_cache_config.kv_cache_groups
+        group = next(index for index, group in enumerate(groups) if prefix in group.layer_names)
+        row = [segment[0] for segment in self.segments()].index(name)
+        impl, p = module.impl, module.impl.layout.block_size
+        blocks = self.runner.input_batch.block_table[group].get_numpy_array()[row, : -(-tokens // p)]
+        (table,) = self.runtime._tables.values()
+        views = impl.views(module.kv_cache)
+        return read_rows(views, impl.pool, table, torch.tensor(blocks).long(), tokens, before)
 
     def chunk_limit(self, tokens: int) -> None:
         """Most tokens of a step; for a request alone this is the length of its prefill chunks."""

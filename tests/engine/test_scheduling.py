@@ -12,6 +12,7 @@ equal. Requests in one batch are then enough to turn a greedy choice (without th
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from vllm_oscar import audit
+from vllm_oscar.attention import in_contract
 from vllm_oscar.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,19 +35,25 @@ SINK, WINDOW = 16, 32
 OPTIONS = {"sink": SINK, "window": WINDOW, "key_encoder": "ls"}
 # KL in nats. Within sink + window both runs read BF16: what is left is y rounded to bfloat16, and the order of sums
 # (means over an answer's 27 positions of 0.0008 to 0.0027, by sidecar and prompt; BF16 in other chunks has 0.0014).
-# Beyond, both runs have quantization noise; means of 0.001 to 0.022 were measured.
+# Beyond, both runs have quantization noise; means of 0.001 to 0.056 were measured, and at most 0.58 at one position.
+# Copies of the wrong tokens cost 0.67, see test_prefix_hit_far_beyond_the_window.
 SAME = 4e-3
 NOISE = 0.1
 TIE = 0.375  # three steps of a bfloat16 logit; a KL of 0.002 is noise of 0.06 on a logit
+
+
+def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of log probabilities (positions, vocabulary), for each position."""
+    return (a.exp() * (a - b)).sum(-1)
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> None:
     """Mean KL of log probabilities (positions, vocabulary), with none far out."""
     assert torch.isfinite(a).all()
     assert torch.isfinite(b).all()
-    kl = (a.exp() * (a - b)).sum(-1)
-    assert float(kl.mean()) < bound
-    assert float(kl.max()) < 20 * bound
+    far = kl(a, b)
+    assert float(far.mean()) < bound
+    assert float(far.max()) < 12 * bound
 
 
 def assert_greedy(answer: list[int], alone: torch.Tensor) -> None:
@@ -106,6 +115,14 @@ def test_prefix_hit_far_beyond_the_window(
     miss = cached.log_probabilities("miss", first, last)
     assert torch.equal(miss, undisturbed(prompt, answer))
     assert_close(miss, cached.log_probabilities("hit", first, last), NOISE)
+
+    def shift(step: int) -> None:  # each copy becomes its neighbour's: what the bound is there to see
+        for impl in cached.impls if step == 1 else []:
+            impl.pool.rows.copy_(impl.pool.rows.roll(1, 3))
+
+    cached.run({"wrong": prompt}, 8, forced={"wrong": prompt + answer}, on_step=shift)
+    wrong = kl(miss[1:8], cached.log_probabilities("wrong", first + 1, first + 8))
+    assert float(wrong.mean()) > 4 * NOISE  # measured: 0.67
 
 
 def test_preemption_within_the_window_gives_the_same_text(
@@ -177,29 +194,14 @@ def test_abort_of_a_request_that_shares_its_prefix(
 
 
 def test_four_samples_of_one_prompt(cached: Engine, undisturbed: Callable[..., torch.Tensor], prose: list[int]) -> None:
-    """The four share the prompt's blocks; each is what the same text gives alone."""
-    prompt, length = prose[800:833], SINK + WINDOW - 33
+    """The four share the prompt's blocks, most of them in INT2; each is what the same text gives alone."""
+    prompt, length = prose[800:1100], 8
     output = cached.run({"many": prompt}, length, n=4, temperature=1.0)["many"]
     answers = [list(completion.token_ids) for completion in output.outputs]
     assert len({tuple(answer) for answer in answers}) == 4
     for index, answer in enumerate(answers):
         got = cached.log_probabilities(f"{index}_many", len(prompt) - 1, len(prompt) + length - 1)
-        assert_close(undisturbed(prompt, answer), got, SAME)
-
-
-def test_prompt_logprobs(plain: Engine, prose: list[int]) -> None:
-    """In chunks of 24, so that most of the prompt reads its history in INT2; the values are the model's."""
-    prompt = prose[100:220]
-    plain.chunk_limit(24)
-    output = plain.run({"one": prompt}, 1, prompt_logprobs=1)["one"]
-    plain.chunk_limit(512)
-    assert [len(plain.chunks["one"]), len(output.prompt_logprobs)] == [5, 120]
-    wanted = plain.log_probabilities("one", 0, 119)
-    for position, given in enumerate(output.prompt_logprobs[1:]):
-        token = prompt[position + 1]
-        assert given[token].logprob == pytest.approx(float(wanted[position, token]), abs=1e-3)
-        best = max(given.values(), key=lambda entry: entry.logprob)
-        assert best.logprob == pytest.approx(float(wanted[position].max()), abs=1e-3)
+        assert_close(undisturbed(prompt, answer), got, NOISE)
 
 
 SPECULATE = """
@@ -208,14 +210,20 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
 from conftest import Engine
-model, sidecar, out = Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[6]
-options, requests, serving = map(json.loads, (*sys.argv[4:6], sys.argv[7]))
+model, sidecar, out = map(Path, sys.argv[2:5])
+options, serving, requests, pasts = map(json.loads, sys.argv[5:])
 engine = Engine(model, sidecar, options, **serving)
 results = []
 for prompt, length in requests:
-    answer = engine.answer(prompt, length)
-    logs = engine.log_probabilities("one", len(prompt) - 1, len(prompt) + length - 1)
-    results.append((answer, logs, engine.chunks["one"]))
+    if not prompt:  # the last answer goes on
+        prompt = results[-1]["prompt"] + results[-1]["answer"]
+    output = engine.run({"one": prompt}, length)["one"]
+    tokens = len(prompt) + length - 1
+    results.append({
+        "prompt": prompt, "answer": list(output.outputs[0].token_ids), "found": output.num_cached_tokens,
+        "logs": engine.log_probabilities("one", len(prompt) - 1, tokens), "chunks": engine.chunks["one"],
+        "stored": [tuple(engine.stored(0, "one", tokens, tokens + past)) for past in pasts],
+    })
 counts = [engine.metric(f"vllm:spec_decode_num_{what}_tokens") for what in ("accepted", "draft")]
 torch.save((results, counts), out)
 """
@@ -230,16 +238,21 @@ def test_speculation(
     model_path: Path,
     sidecar_path: Path,
     tmp_path: Path,
+    plain: Engine,
     undisturbed: Callable[..., torch.Tensor],
     prose: list[int],
     method: str,
 ) -> None:
-    """Verification steps of four tokens read their own tokens from the pool; rejected ones are written over.
+    """Verification steps of four tokens read their own tokens from the pool; rejected ones are written over: page and
+    pool hold what they hold without drafts, and so does what is found later in the prefix cache.
+
+    Compared in the first layer, whose rows depend on token and position alone: 0.0007 apart at most, in norm, where
+    another token's key is 0.07 apart and more.
 
     In a process of its own: vLLM's proposer brings numba, whose threads get in the way of the other engines'. The
     draft model is the test model with other rotary angles, so that some of its drafts are wrong; its cache is BF16.
     """
-    serving: dict[str, Any] = {"speculative_config": NGRAM}
+    serving: dict[str, Any] = {"speculative_config": NGRAM, "enable_prefix_caching": True}
     if method == "draft_model":
         draft = tmp_path / "draft"
         draft.mkdir()
@@ -251,20 +264,39 @@ def test_speculation(
         config["rope_parameters"]["rope_theta"] = 1e3
         (draft / "config.json").write_text(json.dumps(config))
         # vLLM's own attention on CPUs takes blocks of 32
-        serving = {"speculative_config": {**DRAFT, "model": str(draft)}, "block_size": 32}
-    requests = [(prose[:12] * 2 + prose[:4], 20), (prose[:50] * 3 + prose[300:350], 24)]
-    arguments = [json.dumps(OPTIONS), json.dumps(requests), tmp_path / "results.pt", json.dumps(serving)]
-    command = [sys.executable, "-c", SPECULATE, Path(__file__).parent, model_path, sidecar_path, *arguments]
-    subprocess.run([str(part) for part in command], check=True)
-    results, (accepted, drafted) = torch.load(tmp_path / "results.pt")
-    for (prompt, length), (answer, got, chunks), bound in zip(requests, results, (SAME, NOISE), strict=True):
+        serving |= {"speculative_config": {**DRAFT, "model": str(draft)}, "block_size": 32}
+    requests = [(prose[:12] * 2 + prose[:4], 20), (prose[:50] * 3 + prose[300:350], 30), ([], 4)]
+    pasts = (0, WINDOW)  # as the next step reads it, and as it is read once no window covers it: INT2 but for the sink
+    given = [json.dumps(given) for given in (OPTIONS, serving, requests, pasts)]
+    command = [
+        sys.executable,
+        "-c",
+        SPECULATE,
+        Path(__file__).parent,
+        model_path,
+        sidecar_path,
+        tmp_path / "out",
+        *given,
+    ]
+    environment = os.environ | {audit.ENVIRONMENT_VARIABLE: "1"}
+    subprocess.run([str(part) for part in command], check=True, env=environment)
+    results, (accepted, drafted) = torch.load(tmp_path / "out")
+    for result, bound in zip(results, (SAME, NOISE, NOISE), strict=True):
+        prompt, answer = result["prompt"], result["answer"]
         alone = undisturbed(prompt, answer)
-        assert len(answer) == length
+        assert_close(alone, result["logs"], bound)
+        tokens = len(prompt) + len(answer) - 1
         if bound == SAME:
-            assert len(prompt) + length == SINK + WINDOW
+            assert tokens + 1 == SINK + WINDOW
             assert_greedy(answer, alone)
-        assert_close(alone, got, bound)
-        assert 4 in {end - start for start, end in chunks[1:]}
+        for past, (key, value, hot) in zip(pasts, result["stored"], strict=True):
+            wanted = plain.stored(0, "alone", tokens, tokens + past)
+            assert torch.equal(hot, in_contract(tokens, tokens + past, SINK, WINDOW)[:, None].expand_as(hot))
+            assert torch.equal(hot, wanted.hot)
+            for got, row in ((key, wanted.key), (value, wanted.value)):
+                assert float(((got - row).norm(dim=-1) / row.norm(dim=-1)).max()) < 0.01
+    assert results[1]["found"] == 0
+    assert results[2]["found"] == 224, "accepted tokens are found in the prefix cache"
     assert 5 < accepted <= drafted - 5
 
 
@@ -318,4 +350,4 @@ def test_a_pool_too_small_for_full_windows(
         answer = list(answers[name].outputs[0].token_ids)
         plain.run({"alone": prompt}, 12, forced={"alone": prompt + answer})
         span = (len(prompt) - 1, len(prompt) + 11)
-        assert_close(plain.log_probabilities("alone", *span), engine.log_probabilities(name, *span), 2 * NOISE)
+        assert_close(plain.log_probabilities("alone", *span), engine.log_probabilities(name, *span), NOISE)

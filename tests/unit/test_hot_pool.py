@@ -102,6 +102,7 @@ class World:
         page: uid of the token in each (block, offset)
         copies: uid in each (slot, offset)
         preempted: tokens of each request that waits to be computed again
+        rejected: uids of drafts that were written and not accepted
         happened: how often each operation, and what came of them
     """
 
@@ -116,6 +117,7 @@ class World:
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
     running: list[Request] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
+    rejected: set[int] = field(default_factory=set)
     happened: Counter[str] = field(default_factory=Counter)
     uid: int = 0
 
@@ -249,6 +251,7 @@ class World:
         uids = [self.page[request.blocks[j // P], j % P] for j in range(tokens)]
         slots = [int(self.table.slot_of_block[block]) for block in request.blocks]
         copied = [self.copies.get((slots[j // P], j % P)) == uid for j, uid in enumerate(uids)]
+        assert not self.rejected & set(uids), "the next step writes over what was rejected"
         named = [j < sink or j >= request.tokens + 1 - window for j in range(tokens)]
         hot = torch.tensor(copied) & torch.tensor(named)
         wanted = torch.where(hot, from_bits(uids, torch.bfloat16), from_bits(uids, torch.float16))
@@ -257,6 +260,8 @@ class World:
         assert torch.equal(rows.value, wanted[:, None, None].expand_as(rows.value))
         self.happened["hot"] += int(hot.sum())
         self.happened["int2"] += int((~hot).sum())
+        left = [self.copies.get((slots[j // P], j % P)) in self.rejected for j in range(tokens)]
+        self.happened["rejected copy left"] += sum(a and b for a, b in zip(left, named, strict=True))
 
     def step(self) -> None:
         self.schedule()
@@ -281,7 +286,15 @@ class World:
             assert torch.equal(getattr(self.table, name), getattr(again, name)), f"not idempotent: {name}"
         self.table = again
         for request in self.running:
-            request.tokens, request.query = request.after, 0
+            self.accept(request)
+
+    def accept(self, request: Request) -> None:
+        """A verification step keeps its first token and some of its drafts; the others stay where they were written."""
+        drafts = request.query - 1 if request.query <= self.threshold else 0
+        first = request.after - self.random.randint(0, drafts)
+        self.rejected |= {self.page[request.blocks[j // P], j % P] for j in range(first, request.after)}
+        self.happened["reject"] += first < request.after
+        request.tokens, request.query = first, 0
 
     def check_allocation(self, old: SlotTable, proven: torch.Tensor) -> None:
         needed, limits, shrunk = expected_step(
@@ -334,6 +347,7 @@ def test_random_schedules_agree_with_the_oracle(
         happened += world.happened
     expected = operations | {"hot", "int2", "evicted unproven"}
     expected |= {"shrunk"} if num_slots < 20 and window > 1 else set()
+    expected |= {"reject", "rejected copy left"} if threshold > 1 else set()
     assert expected <= set(happened), happened
 
 

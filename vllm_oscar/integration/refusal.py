@@ -53,6 +53,14 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         f"drafts by a model (speculative method {method!r}) in the cache: no sidecar describes their layers",
         'use {"method": "ngram"} in --speculative-config, or {"method": "draft_model", "kv_cache_dtype": "auto", ...}',
     )
+    some_slide = len(set(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ())) > 1
+    refuse(
+        # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved
+        some_slide and (vllm_config.cache_config.kv_cache_dtype_skip_layers or drafts_apart),
+        "layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft model's) where only some layers have a sliding "
+        "window: vLLM would make INT2 pages as large as theirs",
+        "leave them out: layers with a sliding window are served in INT2 too",
+    )
     refuse(
         parallel.decode_context_parallel_size > 1,
         "decode context parallelism",
