@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -108,7 +108,7 @@ def test_far_beyond_the_window(
     for engine, block in ((oscar, 32), (large, 128)):
         engine.chunk_limit(48)
         for cached in (0, 490 // block * block):
-            asked = {} if cached else {"prompt_logprobs": 1}
+            asked: dict[str, Any] = {} if cached else {"prompt_logprobs": 1}
             output = engine.run({"one": prompt}, tokens, forced=forced, **asked)["one"]
             assert output.num_cached_tokens == cached
             far = kl(exact, engine.log_probabilities("one", *span))

@@ -278,7 +278,8 @@ def test_speculation(
         tmp_path / "out",
         *given,
     ]
-    environment = os.environ | {audit.ENVIRONMENT_VARIABLE: "1"}
+    # numba's thread pool makes every torch operation wait for a millisecond: 100 s instead of 2 for the ngram case
+    environment = os.environ | {audit.ENVIRONMENT_VARIABLE: "1", "NUMBA_NUM_THREADS": "1"}
     subprocess.run([str(part) for part in command], check=True, env=environment)
     results, (accepted, drafted) = torch.load(tmp_path / "out")
     for result, bound in zip(results, (SAME, NOISE, NOISE), strict=True):
