@@ -26,6 +26,7 @@ import torch
 from vllm_oscar import audit
 from vllm_oscar.attention import in_contract
 from vllm_oscar.errors import ConfigError
+from vllm_oscar.page_layout import KEY
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
@@ -36,7 +37,7 @@ OPTIONS = {"sink": SINK, "window": WINDOW, "key_encoder": "ls"}
 # KL in nats. Within sink + window both runs read BF16: what is left is y rounded to bfloat16, and the order of sums
 # (means over an answer's 27 positions of 0.0008 to 0.0027, by sidecar and prompt; BF16 in other chunks has 0.0014).
 # Beyond, both runs have quantization noise; means of 0.001 to 0.056 were measured, and at most 0.58 at one position.
-# Copies of the wrong tokens cost 0.67, see test_prefix_hit_far_beyond_the_window.
+# Copies with the wrong keys cost 6.4, see test_prefix_hit_far_beyond_the_window.
 SAME = 4e-3
 NOISE = 0.1
 TIE = 0.375  # three steps of a bfloat16 logit; a KL of 0.002 is noise of 0.06 on a logit
@@ -116,13 +117,13 @@ def test_prefix_hit_far_beyond_the_window(
     assert torch.equal(miss, undisturbed(prompt, answer))
     assert_close(miss, cached.log_probabilities("hit", first, last), NOISE)
 
-    def shift(step: int) -> None:  # each copy becomes its neighbour's: what the bound is there to see
+    def shift(step: int) -> None:  # each key becomes its neighbour's: what the bound is there to see
         for impl in cached.impls if step == 1 else []:
-            impl.pool.rows.copy_(impl.pool.rows.roll(1, 3))
+            impl.pool.rows[:, :, KEY] = impl.pool.rows[:, :, KEY].roll(1, 2)
 
     cached.run({"wrong": prompt}, 8, forced={"wrong": prompt + answer}, on_step=shift)
     wrong = kl(miss[1:8], cached.log_probabilities("wrong", first + 1, first + 8))
-    assert float(wrong.mean()) > 4 * NOISE  # measured: 0.67
+    assert float(wrong.mean()) > 10 * NOISE  # measured: 6.4
 
 
 def test_preemption_within_the_window_gives_the_same_text(
@@ -278,7 +279,8 @@ def test_speculation(
         tmp_path / "out",
         *given,
     ]
-    environment = os.environ | {audit.ENVIRONMENT_VARIABLE: "1"}
+    # numba's thread pool makes every torch operation wait for a millisecond: 100 s instead of 2 for the ngram case
+    environment = os.environ | {audit.ENVIRONMENT_VARIABLE: "1", "NUMBA_NUM_THREADS": "1"}
     subprocess.run([str(part) for part in command], check=True, env=environment)
     results, (accepted, drafted) = torch.load(tmp_path / "out")
     for result, bound in zip(results, (SAME, NOISE, NOISE), strict=True):
