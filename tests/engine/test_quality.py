@@ -23,7 +23,7 @@ from vllm_oscar.sidecar import ModelFingerprint, Sidecar
 
 pytestmark = pytest.mark.engine
 
-WINDOWS, CONTEXT = 1, 2048
+WINDOWS, CONTEXT = 2, 2048
 SINK, WINDOW = 64, 256
 SEQUENCES = 6  # of calibration, as the sidecar of conftest.py
 
