@@ -67,10 +67,6 @@ def codec(case: Case, which: int, generator: torch.Generator) -> RowCodec:
     )
 
 
-def tables(codecs: tuple[RowCodec, RowCodec], dtype: torch.dtype) -> WriteTables:
-    return WriteTables.of(*codecs, dtype)
-
-
 def hard_rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Random rows (2, tokens, heads, D), as views of a wider tensor; some with what no row should have."""
     *front, size = shape
@@ -109,7 +105,9 @@ def check(case: Case, device: torch.device) -> str:
     y = torch.full((n + 1, heads, case.head_size), float("nan"), dtype=case.dtype, device=device) if later else None
     scratch = workspace(layout, device)
     scratch.fill_(float("nan"))
-    write(key, value, pages, layout, pool, slot_mapping, hot, tables(codecs, case.dtype), saturated, y, position)
+    write(
+        key, value, pages, layout, pool, slot_mapping, hot, WriteTables.of(*codecs, case.dtype), saturated, y, position
+    )
     metric = codecs[0].metric
     if case.encoder == "metric":
         assert metric is not None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.cases_write import Case, a_metric, codec, tables
+from benchmarks.cases_write import Case, a_metric, codec
 from benchmarks.kernel_decode import graph_time
 from benchmarks.synthetic import transform
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
@@ -20,7 +20,7 @@ from vllm_oscar.kernels import slots
 from vllm_oscar.kernels.encode_metric import MetricTables, ReencodeTable, encode_written, reencode, workspace
 from vllm_oscar.kernels.history import RestoreTables, plan, restore
 from vllm_oscar.kernels.prefill import PrefillWorkspace, attention, merge
-from vllm_oscar.kernels.write import write
+from vllm_oscar.kernels.write import WriteTables, write
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout
 
 DEVICE = torch.device("cuda")
@@ -33,7 +33,7 @@ def writing(head_size: int, encoder: str, heads: int = 8) -> Iterator[Row]:
     generator = torch.Generator(device=DEVICE).manual_seed(0)
     codecs = codec(case, KEY, generator), codec(case, VALUE, generator)
     layout = case.layout
-    write_tables = tables(codecs, case.dtype)
+    write_tables = WriteTables.of(*codecs, case.dtype)
     metric = MetricTables.of(codecs[0].metric, layout) if codecs[0].metric is not None else None
     scratch, saturated = workspace(layout, DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
 

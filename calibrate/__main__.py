@@ -13,7 +13,7 @@ from vllm_oscar import __version__
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
 from vllm_oscar.calibrate.refit import Keys, refit
-from vllm_oscar.calibrate.search import search
+from vllm_oscar.calibrate.search import SAMPLES, search
 from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.calibrate.streaming import Model, State, collect
@@ -152,6 +152,7 @@ def calibrate(
         )
     pairs = FarSet(sink, window, stride)
     far = pairs if recipe.aware else None
+    tuned = recipe.refits or recipe.search
     job: dict[str, Any] = {
         "version": __version__,
         "model": name,
@@ -159,7 +160,7 @@ def calibrate(
         "data": data.digest,
         "far": vars(far) if far else None,
         "dtype": str(next(model.decoder.parameters()).dtype),
-        "tuned": vars(recipe) if recipe.refits or recipe.search else None,
+        "tuned": vars(recipe) if tuned else None,
     }
 
     def tune(statistics: LayerStatistics, keys: Sequence[Keys], samples: Sequence[Attention]) -> LayerStatistics:
@@ -174,7 +175,8 @@ def calibrate(
         logger.info("going on after %d layers (%s)", state.done, state_folder)
     layers = len(model.layers)
     with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
-        collect(model, data.ids, far, state, bar.update, tune if recipe.refits or recipe.search else None)
+        calls_kept = SAMPLES if recipe.search else 0
+        collect(model, data.ids, far, state, bar.update, tune if tuned else None, calls_kept)
     solved: dict[int, LayerCalibration] = {}
     absent, unknown = [], []
     for index in range(layers):

@@ -99,24 +99,30 @@ def solve(statistics: LayerStatistics, recipe: Recipe) -> tuple[LayerCalibration
     if recipe.aware:
         mean, covariance = sums.mean_and_covariance("value")
         values = Moments(mean, covariance, sums.tensors["value_error"], None)
-        key, idle["k"] = _aware(key_moments(sums, recipe.context, recipe.turning_pairs), recipe, "k")
+        keys = key_moments(sums, recipe.context, recipe.turning_pairs)
+        key, idle["k"] = _aware(keys, recipe, "k")
         value, idle["v"] = _aware(values, recipe, "v")
+        if "key_refit_transform" in sums.tensors:
+            key = _refitted(key, sums.tensors["key_refit_transform"], keys.error, recipe)
     else:
         key = _reference(sums.average("query_covariance"), recipe, "k")
         value = _reference(sums.average(VALUE_TARGETS[recipe.value_target]), recipe, "v")
-    if "key_refit_transform" in sums.tensors:
-        key = _refitted(key, sums, recipe)
     return LayerCalibration(_searched(key, sums, "key"), _searched(value, sums, "value")), idle
 
 
-def _refitted(key: TensorCalibration, statistics: LayerStatistics, recipe: Recipe) -> TensorCalibration:
+def _gram(transform: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """What an error in y costs, where one in x costs `error`: (heads, D, D), the mean of its diagonal being 1."""
+    inverse = torch.linalg.inv(transform)
+    return unit_diagonal(inverse @ regularised(error) @ inverse.mT)
+
+
+def _refitted(
+    key: TensorCalibration, transform: torch.Tensor, error: torch.Tensor, recipe: Recipe
+) -> TensorCalibration:
     """With the transform that `refit` found, and the metric that belongs to it."""
-    transform = statistics.tensors["key_refit_transform"]
-    error = key_moments(statistics, recipe.context, recipe.turning_pairs).error
     if recipe.per == "layer":
         error = error.mean(0, keepdim=True)
-    inverse = torch.linalg.inv(transform)
-    gram = unit_diagonal(inverse @ regularised(error) @ inverse.mT).float()
+    gram = _gram(transform, error).float()
     known = _trace(error) > 0  # heads that INT2 was read from
     assert key.metric is not None  # Recipe.refits
     return replace(key, transform=transform.float(), metric=torch.where(known[:, None, None], gram, key.metric))
@@ -150,8 +156,7 @@ def _aware(moments: Moments, recipe: Recipe, letter: str) -> tuple[TensorCalibra
             known = torch.ones_like(known)  # all heads share what the ones with weight say
         transform[known] = made = aware_transform(data, error, recipe.group_size)
         spectrum[known] = torch.linalg.eigvalsh(made.mT @ data @ made).flip(-1)
-        inverse = torch.linalg.inv(made)
-        gram[known] = unit_diagonal(inverse @ regularised(error) @ inverse.mT)
+        gram[known] = _gram(made, error)
     calibration = TensorCalibration(
         mean=mean.float(),
         transform=transform.float(),

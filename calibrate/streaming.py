@@ -3,8 +3,8 @@
 The decoder's own forward runs once for each sequence with layers that only note how they were called; what would have
 gone into the first layer is written to a file. Then each layer is loaded, run over all sequences from that file into
 another, and dropped. In memory at a time: the embedding or one layer, one sequence's activations, and the attention
-statistics (`capture.BLOCK_ELEMENTS`); of one layer, the keys of refit.SAMPLES sequences, and where gains are searched
-search.SAMPLES attention calls; on disk: two files of sequences x length x hidden size in the run dtype.
+statistics (`capture.BLOCK_ELEMENTS`); of one layer, where it is tuned, the keys of refit.SAMPLES sequences and the
+attention calls of as many as the caller wants; on disk: two files of sequences x length x hidden size in the run dtype.
 """
 
 import json
@@ -23,10 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vllm_oscar.calibrate.capture import Attention, capturing
-from vllm_oscar.calibrate.refit import SAMPLES as KEY_SAMPLES
-from vllm_oscar.calibrate.refit import Keys
+from vllm_oscar.calibrate.refit import SAMPLES, Keys
 from vllm_oscar.calibrate.rope import rope_frequencies
-from vllm_oscar.calibrate.search import SAMPLES
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.errors import UnsupportedError
 
@@ -216,6 +214,7 @@ def collect(
     state: State,
     progress: Callable[[int], object],
     tune: Tune | None = None,
+    calls_kept: int = 0,
 ) -> None:
     """Run all sequences through all layers; the statistics end up in `state`.
 
@@ -227,6 +226,7 @@ def collect(
         progress: called with the number of (sequence, layer) pairs finished
         tune: given a layer's statistics, and of the first sequences its keys and its attention calls: the statistics
             to keep, with what it found
+        calls_kept: attention calls that `tune` is given, at most
     """
     calls, first = _record(model, ids[:1])
     shape, dtype = (first.shape[1], first.shape[2]), first.dtype
@@ -249,9 +249,9 @@ def collect(
 
         def observe(attention: Attention) -> None:
             weight = statistics.add(attention, far, frequency)  # noqa: B023
-            if tune and weight is not None and len(keys) < KEY_SAMPLES:  # noqa: B023
+            if tune and weight is not None and len(keys) < SAMPLES:  # noqa: B023
                 keys.append(Keys(attention.key, weight.float()))  # noqa: B023
-            if tune and len(samples) < SAMPLES:  # noqa: B023
+            if len(samples) < calls_kept:  # noqa: B023
                 samples.append(attention)  # noqa: B023
 
         source, target = state.hidden(number, shape, dtype), state.hidden(number + 1, shape, dtype)
@@ -259,7 +259,7 @@ def collect(
             for index in range(len(ids)):
                 target.write(index, calls[number](layer, source.read(index).to(model.device)))
                 progress(1)
-            if tune and samples:
+            if tune and statistics.tensors:  # of a layer with attention
                 statistics = tune(statistics, keys, samples)
         source.close()
         target.close()

@@ -359,13 +359,15 @@ class _Description:
                 f"metadata: group_size {group_size} at head size {fingerprint.head_size}; calibrate again with one of "
                 f"{allowed}"
             )
-        encoders = _field(given, "encoders", dict)
-        for tensor in encoders:
-            encoder = _choice(_field(encoders, tensor, dict), "encoder", ENCODERS)
+        encoders = {}
+        for tensor in (settings := _field(given, "encoders", dict)):
+            own = _field(settings, tensor, dict)
+            encoder, gain = _choice(own, "encoder", ENCODERS), _number(own, "gain", 0.5, 2.0)
             if encoder == "metric" and tensor.endswith(".v"):
                 raise SidecarCorruptError(f"metadata: {tensor}: values have no metric encoder; calibrate with ls")
-            if encoder == "minmax" and _number(encoders[tensor], "gain", 0.5, 2.0) != 1:
+            if encoder == "minmax" and gain != 1:
                 raise SidecarCorruptError(f"metadata: {tensor}: minmax has no gain; calibrate with 1, or with ls")
+            encoders[tensor] = encoder, gain, _number(own, "clip", 0.5, 1.0)
         return cls(
             fingerprint=fingerprint,
             method=_choice(given, "method", METHODS),
@@ -374,14 +376,7 @@ class _Description:
             sink=_count(given, "sink", 0),
             window=_count(given, "window", 0),
             absent=absent,
-            encoders={
-                tensor: (
-                    _choice(_field(encoders, tensor, dict), "encoder", ENCODERS),
-                    _number(encoders[tensor], "gain", 0.5, 2.0),
-                    _number(encoders[tensor], "clip", 0.5, 1.0),
-                )
-                for tensor in encoders
-            },
+            encoders=encoders,
             calibration=_field(given, "calibration", dict),
         )
 

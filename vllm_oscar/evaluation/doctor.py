@@ -6,7 +6,6 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from vllm_oscar import __version__
 from vllm_oscar.config import OscarConfig
-from vllm_oscar.errors import OscarError, SidecarError
+from vllm_oscar.errors import OscarError
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
 
@@ -92,8 +91,13 @@ def model(name: str) -> Iterator[Finding]:
     kinds = getattr(getattr(config, "text_config", None) or config, "layer_types", None) or ["full_attention"]
     if odd := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         yield Finding("layers", "warn", f"{', '.join(odd)} layers: not tried with an INT2 cache")
-    yield _checked("sidecar", lambda: _sidecar(name, fingerprint))
-    yield _checked("memory", lambda: _memory(name, fingerprint))
+    sidecar: Sidecar | None = None
+    try:
+        sidecar, text = _sidecar(name, fingerprint)
+        yield Finding("sidecar", "ok", text)
+    except (OscarError, ImportError) as error:
+        yield Finding("sidecar", "fail", str(error))
+    yield _checked("memory", lambda: _memory(fingerprint, sidecar))
 
 
 def capacity(fingerprint: ModelFingerprint, layout: PageLayout, pool_share: float) -> str:
@@ -141,26 +145,24 @@ def _refuse(name: str) -> None:
     refuse_unsupported_model(ModelConfig(name, skip_tokenizer_init=True))
 
 
-def _memory(name: str, fingerprint: ModelFingerprint) -> str:
-    """By the sidecar's groups; where none is found, those that `oscar calibrate` makes."""
-    options, group_size = OscarConfig.parse(None), 0
-    if options.rotation != "hadamard":
-        with suppress(SidecarError):
-            group_size = Sidecar.load(find_sidecar(name, options.sidecar), fingerprint).group_size
-    return capacity(fingerprint, PageLayout(fingerprint.head_size, 16, group_size), options.pool_share)
-
-
-def _sidecar(name: str, fingerprint: ModelFingerprint) -> str:
+def _sidecar(name: str, fingerprint: ModelFingerprint) -> tuple[Sidecar | None, str]:
+    """The sidecar, where one is asked for, and what is said of it."""
     options = OscarConfig.parse(None)
     if options.rotation == "hadamard":
-        return "not asked for (rotation: hadamard)"
+        return None, "not asked for (rotation: hadamard)"
     path = find_sidecar(name, options.sidecar)
     sidecar = Sidecar.load(path, fingerprint)
     packed = f"{len(sidecar.layers)} of {fingerprint.num_layers} layers"
     skip = (
         f"; the others need --kv-cache-dtype-skip-layers {','.join(map(str, sidecar.absent))}" if sidecar.absent else ""
     )
-    return f"{path}: method {sidecar.method}, digest {sidecar.digest[:12]}, {packed}{skip}"
+    return sidecar, f"{path}: method {sidecar.method}, digest {sidecar.digest[:12]}, {packed}{skip}"
+
+
+def _memory(fingerprint: ModelFingerprint, sidecar: Sidecar | None) -> str:
+    """By the sidecar's groups; where there is none, those that `oscar calibrate` makes."""
+    layout = PageLayout(fingerprint.head_size, 16, sidecar.group_size if sidecar else 0)
+    return capacity(fingerprint, layout, OscarConfig.parse(None).pool_share)
 
 
 def _allowed(plugins: str | None) -> Finding:
