@@ -23,6 +23,11 @@ from vllm_oscar.attention import StoredRows, read_rows
 Tokens = Sequence[int]
 
 
+def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """KL in nats of log probabilities (..., vocabulary), for each position."""
+    return (p.exp() * (p - q)).sum(-1)
+
+
 class Engine:
     """A vLLM engine of the test model, by default with an OSCAR cache of blocks of 16 tokens.
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.engine.conftest import divergence
+
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
 
@@ -26,11 +28,6 @@ def bf16(make_engine: Callable[..., Engine]) -> Engine:
 @pytest.fixture(scope="module")
 def oscar(make_engine: Callable[..., Engine]) -> Engine:
     return make_engine(enable_prefix_caching=True, **OPTIONS)
-
-
-def kl(exact: torch.Tensor, ours: torch.Tensor) -> float:
-    """Mean over positions, of log probabilities (positions, vocabulary)."""
-    return float((exact.exp() * (exact - ours)).sum(-1).mean())
 
 
 def test_structured_output(oscar: Engine) -> None:
@@ -82,7 +79,7 @@ def test_prompts_around_the_sink(bf16: Engine, oscar: Engine, prose: list[int]) 
         exact = bf16.log_probabilities(name, *span)
         (token,) = first[name].outputs[0].token_ids
         assert exact[0, token] >= exact[0].max() - 0.375  # three steps of a bfloat16 logit, see test_scheduling
-        far = kl(exact, oscar.log_probabilities(name, *span))
+        far = divergence(exact, oscar.log_probabilities(name, *span)).mean()
         assert far < 5e-3, n  # measured: 0.0020 to 0.0027
 
 
@@ -111,7 +108,7 @@ def test_far_beyond_the_window(
             asked: dict[str, Any] = {} if cached else {"prompt_logprobs": 1}
             output = engine.run({"one": prompt}, tokens, forced=forced, **asked)["one"]
             assert output.num_cached_tokens == cached
-            far = kl(exact, engine.log_probabilities("one", *span))
+            far = divergence(exact, engine.log_probabilities("one", *span)).mean()
             print(f"blocks of {block}, {cached} tokens found: {far:.4f}")
             assert 1e-4 < far < 0.01  # measured: 0.003
             if asked:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from tests.engine.conftest import divergence
 from vllm_oscar.sidecar import Sidecar
 
 if TYPE_CHECKING:
@@ -28,10 +29,6 @@ EXACT, EXACT_WORST = 3e-3, 0.04
 # Mean over positions 320 .. 599. The calibrated cache measures 0.0078 at positions from 512 on (DESIGN 1), where
 # more of the history is INT2; half a nat is what a useless cache costs.
 INT2 = 0.02
-
-
-def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return (p.exp() * (p - q)).sum(-1)
 
 
 def assert_exact(kl: torch.Tensor) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from tests.engine.conftest import divergence
 from vllm_oscar import audit
 from vllm_oscar.attention import in_contract
 from vllm_oscar.errors import ConfigError
@@ -43,16 +44,11 @@ NOISE = 0.1
 TIE = 0.375  # three steps of a bfloat16 logit; a KL of 0.002 is noise of 0.06 on a logit
 
 
-def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of log probabilities (positions, vocabulary), for each position."""
-    return (a.exp() * (a - b)).sum(-1)
-
-
 def assert_close(a: torch.Tensor, b: torch.Tensor, bound: float) -> None:
     """Mean KL of log probabilities (positions, vocabulary), with none far out."""
     assert torch.isfinite(a).all()
     assert torch.isfinite(b).all()
-    far = kl(a, b)
+    far = divergence(a, b)
     assert float(far.mean()) < bound
     assert float(far.max()) < 12 * bound
 
@@ -122,7 +118,7 @@ def test_prefix_hit_far_beyond_the_window(
             impl.pool.rows[:, :, KEY] = impl.pool.rows[:, :, KEY].roll(1, 2)
 
     cached.run({"wrong": prompt}, 8, forced={"wrong": prompt + answer}, on_step=shift)
-    wrong = kl(miss[1:8], cached.log_probabilities("wrong", first + 1, first + 8))
+    wrong = divergence(miss[1:8], cached.log_probabilities("wrong", first + 1, first + 8))
     assert float(wrong.mean()) > 10 * NOISE  # measured: 6.4
 
 

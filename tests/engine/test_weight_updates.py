@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.engine.conftest import divergence
 from vllm_oscar import audit
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def test_new_weights_read_nothing_that_the_old_ones_wrote(engine: Engine, model_
     engine.llm.reset_prefix_cache()
     lose_memory(engine)
     assert torch.equal(served(engine, prompt), new)
-    assert (old.exp() * (old - new)).sum(-1).mean() > 1e-3
+    assert divergence(old, new).mean() > 1e-3
     reload()
     assert torch.equal(served(engine, prompt), old)
 
@@ -120,5 +121,5 @@ def test_resetting_the_prefix_cache_in_the_middle_of_work(engine: Engine, prose:
     assert done == [preempt, preempt]
     starts = [first for first, _ in engine.chunks["b"]]
     assert (sorted(starts) != starts) == preempt, "computed again, or not"
-    kl = (alone.exp() * (alone - engine.log_probabilities("b", *span))).sum(-1)
+    kl = divergence(alone, engine.log_probabilities("b", *span))
     assert float(kl.mean()) < 0.1  # see NOISE in test_scheduling

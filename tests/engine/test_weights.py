@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.engine.checkpoints import FORMATS, FP8_CACHE, add_cache_scales
+from tests.engine.conftest import divergence
 
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
@@ -29,10 +30,6 @@ def log_probabilities(engine: Engine, prompt: list[int]) -> torch.Tensor:
     engine.chunk_limit(CHUNK)
     engine.run({"one": prompt}, 1)
     return engine.log_probabilities("one", 0, TOKENS)
-
-
-def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    return (p.exp() * (p - q)).sum(-1)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.unit.rope import FREQUENCY, HEADS, SIZE, rope
 from vllm_oscar.cache_layer import RowCodec
 from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.rope import turned_rows
@@ -14,8 +15,7 @@ from vllm_oscar.quantizer import FP16_MAX, decode
 from vllm_oscar.rotation import regularised
 from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
 
-HEADS, SIZE, TOKENS = 2, 64, 4000
-FREQUENCY = 10000.0 ** (-torch.arange(SIZE // 2, dtype=torch.float32) / (SIZE // 2))
+TOKENS = 4000
 
 
 def correlated(size: int, decades: float, generator: torch.Generator) -> torch.Tensor:
@@ -92,17 +92,6 @@ def test_heads_without_weight_and_values_stay_as_they_are(layer: tuple[LayerStat
         torch.testing.assert_close(new[1], old[1], atol=1e-3, rtol=0)  # the transform as the run dtype has it
     assert torch.equal(after.key.mean, before.key.mean)
     assert torch.equal(after.value.transform, before.value.transform)
-
-
-def rope(rows: torch.Tensor, position: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Rows (heads, T, D) turned by so many tokens (T,); pairs are neighbours or one from each half."""
-    angle = position[:, None] * FREQUENCY.double()
-    cos, sin = angle.cos(), angle.sin()
-    if interleaved:
-        first, second = rows[..., 0::2], rows[..., 1::2]
-        return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
-    first, second = rows.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])

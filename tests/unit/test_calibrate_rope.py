@@ -8,6 +8,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from tests.unit.rope import FREQUENCY, HEADS, PAIRS, SIZE, rope  # noqa: E402
 from vllm_oscar.cache_layer import RowCodec  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output  # noqa: E402
 from vllm_oscar.calibrate.rope import key_mean, key_moments, rope_frequencies  # noqa: E402
@@ -18,20 +19,8 @@ from vllm_oscar.quantizer import FP16_MAX, decode  # noqa: E402
 from vllm_oscar.sidecar import TensorCalibration  # noqa: E402
 from vllm_oscar.turning import TurningMean  # noqa: E402
 
-HEADS, SIZE, TOKENS, PAIRS = 2, 64, 384, 32
-FREQUENCY = 10000.0 ** (-torch.arange(PAIRS, dtype=torch.float32) / PAIRS)
+TOKENS = 384
 FAR = FarSet(sink=16, window=64)
-
-
-def rope(rows: torch.Tensor, interleaved: bool, start: int = 0) -> torch.Tensor:
-    """Rows (heads, T, D), turned to their positions; pairs are neighbours or one from each half."""
-    angle = (start + torch.arange(rows.shape[1]))[:, None] * FREQUENCY.double()
-    cos, sin = angle.cos(), angle.sin()
-    if interleaved:
-        first, second = rows[..., 0::2], rows[..., 1::2]
-        return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
-    first, second = rows.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 def attention(
@@ -43,7 +32,7 @@ def attention(
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    key = rope(randn(HEADS, TOKENS, SIZE) * spread + bias[:, None], interleaved, start)
+    key = rope(randn(HEADS, TOKENS, SIZE) * spread + bias[:, None], start + torch.arange(TOKENS), interleaved)
     query = randn(2 * HEADS, TOKENS, SIZE) * (1 / (1 + bias.abs())).repeat_interleave(2, 0)[:, None]
     value = randn(HEADS, TOKENS, SIZE)
     fields: dict[str, Any] = {"mask": None, "scaling": SIZE**-0.5, "softcap": None, "sinks": None}
@@ -134,7 +123,7 @@ def test_moments_hold_at_every_position(interleaved: bool, pairs: int) -> None:
     mean, covariance = sums.mean_and_covariance("key", found.turning)
 
     expected = [torch.zeros_like(part) for part in (mean, covariance, covariance)]
-    unit = rope(torch.eye(SIZE, dtype=torch.float64)[:, None].expand(-1, 8, -1), interleaved)
+    unit = rope(torch.eye(SIZE, dtype=torch.float64)[:, None].expand(-1, 8, -1), torch.arange(8), interleaved)
     for step in range(32):
         longest = math.ceil(TOKENS * (context / TOKENS) ** ((step + 0.5) / 32)) - TOKENS + 1
         for shift in range(longest):
