@@ -181,9 +181,9 @@ class Verdict:
     """What became of the keys that decode steps wrote.
 
     Attributes:
-        metric, least: (row, step) pairs found with codes of the metric encoder, and of least squares
-        agreement: of their codes with that encoder's, on average
-        late: (row, step) pairs whose row was outside the window, and still least squares
+        metric, least: (row, step) pairs found encoded again, and not yet
+        agreement: of their codes with the reference's of the metric encoder, and of least squares, on average
+        late: (row, step) pairs whose row was outside the window, and not encoded again
         misplaced: (layer, request, step) triples where what is encoded again is not whole batches, or not all of them
     """
 
@@ -200,12 +200,14 @@ class Verdict:
 
 class Reencoding:
     """Follows keys that decoding writes: least-squares codes at first, those of the metric encoder as soon as a batch
-    is whole. A row counts as what its codes agree with more: the reference's codes, by either encoder, of the BF16
-    copy that was made when it was written. For one batch of requests, none of whose blocks are used again.
+    is whole. A row was encoded again when its codes are no longer those that it was written with, and was not when
+    they are, unless the reference's two encoders agree about its BF16 copy: then nobody can tell. For one batch of
+    requests, none of whose blocks are used again.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}  # of each layer (tokens of all pages, heads, D), NaN where none is
+        self._first: dict[int, torch.Tensor] = {}  # likewise (tokens, heads, bytes): the codes they were written with
         self._codecs: dict[int, Any] = {}
         self._found: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
 
@@ -217,10 +219,12 @@ class Reencoding:
         if number not in self._copies:
             blocks, heads = views.meta.shape[:2]
             self._copies[number] = impl.pool.rows.new_full((blocks * p, heads, impl.head_size), float("nan"))
+            self._first[number] = views.codes[KEY].new_zeros((blocks * p, heads, views.codes[KEY].shape[-1]))
             self._codecs[number] = copy.deepcopy(impl.cache_layer.key)
         place, hot = step.slot_mapping, step.hot_slot_mapping
         written = (place >= 0) & (hot >= 0)
         rows = impl.pool.rows[hot[written] // p, :, KEY, hot[written] % p]
+        self._first[number][place[written]] = views.codes[KEY][place[written] // p, :, place[written] % p]
         # beside a prefill decodes are encoded in the metric at once
         self._copies[number][place[written]] = torch.full_like(rows, float("nan")) if step.calls else rows
         for request, after in enumerate(step.seq_lens.tolist()[: 0 if step.calls else step.num_decodes]):
@@ -245,19 +249,19 @@ class Reencoding:
             token = known[places].nonzero()[:, 0]
             if not token.numel():
                 continue
-            same = (by_either[:, places[token]] == unpack(packed[token])).float().mean(-1)  # (2, tokens, heads)
-            metric = same[0] > same[1]
-            agreement.append(same.amax(0).flatten())
-            out.metric += int(metric.sum())
-            out.least += int((~metric).sum())
+            here = places[token]
+            again = (packed[token] != self._first[number][here]).any(-1)  # (tokens, heads)
+            not_yet = ~again & (by_either[0, here] != by_either[1, here]).any(-1)
+            same = by_either[:, here] == unpack(packed[token])
+            agreement.append(torch.where(again[..., None], same[0], same[1]).float().mean(-1).flatten())
+            out.metric += int(again.sum())
+            out.least += int(not_yet.sum())
             outside = token < after - window  # the step's own token is `after` - 1, and its window ends there
-            out.late += int((outside[:, None] & ~metric).sum())
-            again, rest = token[metric.all(-1)], token[(~metric).all(-1)]
-            whole = again.numel() + rest.numel() == token.numel()
-            if whole and again.numel() and rest.numel():
-                first = int(rest[0])  # that is not encoded again
-                whole = int(again[-1]) < first and first % BATCH == number % BATCH
-                whole &= first > after - _EVERY - BATCH
-            out.misplaced += not whole
+            out.late += int(not_yet[outside].sum())
+            done, rest = token[again.any(-1)], token[not_yet.any(-1)]
+            if done.numel() and rest.numel():
+                last, first = int(done[-1]), int(rest[0])
+                whole = last < first and (first - number) // BATCH > (last - number) // BATCH
+                out.misplaced += not (whole and first > after - _EVERY - BATCH)
         out.agreement = float(torch.cat(agreement).mean()) if agreement else 0.0
         return out

@@ -225,14 +225,14 @@ def run(setting: Setting, folder: Path, sidecar: Path, eager: bool) -> Verdicts:
         errors = seen.errors[first:]
         worst = f"worst error {max(errors):.0%} of tolerance" if errors else "nothing was checked"
         yield bool(errors) and max(errors) < 1, f"{case}: {len(errors)} layer outputs, {worst}"
-    first = len(seen.errors)
     if setting.more:
+        first = len(seen.errors)
         yield from setting.more(llm, folder, ask)
-    errors = seen.errors[first:]
-    yield (
-        not errors or max(errors) < 1,
-        f"all that came after: {len(errors)} layer outputs, worst {max(errors, default=0):.0%}",
-    )
+        errors = seen.errors[first:]
+        yield (
+            max(errors, default=0) < 1,
+            f"meanwhile: {len(errors)} layer outputs, worst error {max(errors, default=0):.0%} of tolerance",
+        )
     counted, wanted = (counters.reads - made_up).tolist(), [sum(kind) for kind in zip(*seen.reads, strict=True)]
     yield counted == wanted, f"counted reads {counted}, the reference's {wanted}"
     yield not int(counters.saturated_rows), f"{int(counters.saturated_rows):,} rows saturated"
