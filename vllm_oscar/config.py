@@ -16,6 +16,7 @@ from vllm_oscar.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "VLLM_OSCAR_CONFIG"
 KEY_ENCODERS = ("ls", "metric")
+MAX_WINDOW = 4000  # tokens; the kernel that gives slots away counts the window's blocks in registers
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class OscarConfig:
             self.rotation in ("calibrated", "hadamard"), f"rotation: {self.rotation!r}; use 'calibrated' or 'hadamard'"
         )
         check(_is_int(self.sink) and self.sink >= 0, f"sink: {self.sink!r} is no number of tokens (0 or more)")
-        check(_is_int(self.window) and self.window >= 1, f"window: {self.window!r} is no number of tokens (1 or more)")
+        check(
+            _is_int(self.window) and 1 <= self.window <= MAX_WINDOW,
+            f"window: {self.window!r} is no number of tokens (1 to {MAX_WINDOW})",
+        )
         check(
             self.key_encoder is None or self.key_encoder in KEY_ENCODERS,
             f"key_encoder: {self.key_encoder!r}; use one of {KEY_ENCODERS} or leave it out",

@@ -20,6 +20,7 @@ from vllm_oscar.errors import ConfigError
 
 HEAD_SIZES = (64, 80, 96, 128, 192, 256)
 GROUP_SIZES = {64: (32,), 128: (32, 64)}  # besides the whole head, which is the default for every head size
+BLOCK_SIZES = "16, 32, 64, 128 or another power of two"  # tokens; what messages say
 ALIGNMENT = 128  # bytes; a cache line of the GPU
 KEY, VALUE = 0, 1
 
@@ -65,8 +66,8 @@ class PageLayout:
             raise ConfigError(
                 f"group_size {self.group_size} at head size {self.head_size}: use one of {group_sizes(self.head_size)}"
             )
-        if self.block_size < 16 or self.block_size % 16:
-            raise ConfigError(f"block size {self.block_size}: use a multiple of 16")
+        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block size {self.block_size}: use {BLOCK_SIZES}")
 
     @property
     def groups(self) -> int:

@@ -67,6 +67,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
         "leave --decode-context-parallel-size at 1 and use tensor parallelism",
     ),
+    ({"block_size": 48}, "--block-size 48; use 16, 32, 64, 128 or another power of two"),
+    ({"load_format": "tensorizer"}, "tensorized weights; use --load-format auto"),
     ({"kv_sharing_fast_prefill": True}, "leave --kv-sharing-fast-prefill out"),
     (
         {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.kernels
         Case(),
         Case(dtype=torch.float16, kv_heads=3, order="padded"),
         Case(group_size=64, lengths=(17, 140), order="head-major", kv_heads=3),
-        Case(group_size=32, lengths=(33,), ratio=1, block_size=48),
+        Case(group_size=32, lengths=(33,), ratio=1, block_size=32),
         Case(block_size=64, lengths=(200, 1, 0, 63)),
         Case(head_size=64),
         Case(head_size=64, group_size=32, lengths=(140, 33), ratio=3, block_size=64, kv_heads=3),

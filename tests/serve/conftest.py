@@ -54,6 +54,7 @@ class Server:
         environment = os.environ | {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
+            "VLLM_LOG_STATS_INTERVAL": "1",
             "PROMETHEUS_MULTIPROC_DIR": str(shared),
             "TMPDIR": str(self.temporary),
         }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.serve.conftest import START_LIMIT
+from vllm_oscar import __version__
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ RANKS = [{"X-data-parallel-rank": str(rank)} for rank in range(2)]
 
 
 def answer(server: Server, **given: Any) -> str:
-    reply = server.client().completions.create(model="small", prompt=COUNT, temperature=0, max_tokens=8, **given)
+    asked = {"model": "small", "prompt": COUNT, "temperature": 0, "max_tokens": 8} | given
+    reply = server.client().completions.create(**asked)
     text: str = reply.choices[0].text
     return text
 
@@ -75,10 +77,24 @@ def test_a_killed_engine_of_two_ends_the_server(two_engines: Server) -> None:
     kill_engine_in_mid_stream(two_engines)
 
 
-def test_a_restarted_server_answers_as_before_and_a_killed_engine_ends_it(serve: Callable[..., Server]) -> None:
-    server = serve(OPTIONS)
+def test_a_restarted_server_answers_as_before_and_a_killed_engine_ends_it(
+    serve: Callable[..., Server], sidecar_path: Path
+) -> None:
+    """Its pool has half of what eight answers to one question need: the metrics and the log say that windows shrink."""
+    server = serve(OPTIONS | {"pool_share": 0.0062})
     server.wait_until_ready()
     assert answer(server) == " 40, 41,"
+    answer(
+        server, n=8, temperature=1, max_tokens=72, extra_body={"ignore_eos": True}
+    )  # past the 64th step, at which the counters are looked at
+    found = dict(re.findall(r"^vllm:oscar_(\w+){.*} (\S+)$", server.metrics(), re.MULTILINE))
+    assert 16 <= float(found["pool_blocks"]) < 20
+    assert float(found["shrunk_steps_total"]) > 30
+    assert float(found["evicted_blocks_total"]) > 0
+    log = server.output()
+    assert re.search(rf"OSCAR {re.escape(__version__)}.*{Sidecar.load(sidecar_path).digest[:12]}", log)
+    assert "raise pool_share in the oscar options, or lower --max-num-seqs" in log
+    assert re.search(r"OSCAR: pool_blocks 1\d, .*shrunk_steps [1-9]", log)
     kill_engine_in_mid_stream(server)
 
 

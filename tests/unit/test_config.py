@@ -33,6 +33,7 @@ def test_additional_config_wins_over_the_environment(monkeypatch: pytest.MonkeyP
         ({"windw": 3}, "windw"),
         ({"window": 0}, "window"),
         ({"window": 2.5}, "window"),
+        ({"window": 4001}, "window: 4001 is no number of tokens \\(1 to 4000\\)"),
         ({"window": True}, "window"),
         ({"window": "256"}, "window"),
         ({"sink": -1}, "sink"),

@@ -259,20 +259,42 @@ def test_gpus_without_bf16_tensor_cores_and_fp32_on_gpus_are_refused(monkeypatch
         refusal.refuse_unsupported_platform(torch.bfloat16)
 
 
-@pytest.mark.parametrize(("asked", "chosen"), [(None, 64), (16, 16)])
-def test_on_gpus_the_layers_are_built_for_blocks_of_64_unless_asked_otherwise(
-    monkeypatch: pytest.MonkeyPatch, asked: int | None, chosen: int
+@pytest.mark.parametrize("asked", [None, 16])
+@pytest.mark.parametrize(("gpu", "preferred"), [(True, 64), (False, 128)])
+def test_the_layers_are_built_for_blocks_that_vllm_does_not_change(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, preferred: int, asked: int | None
 ) -> None:
-    """vLLM asks the backend only after the layers exist."""
+    """vLLM asks the backend only after the layers exist, and on CPUs has a size of its own from 0.33 on."""
     from vllm.config import CacheConfig
 
     from vllm_oscar.integration import backend, runtime
 
-    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: True))
-    cache = CacheConfig(block_size=asked)
-    runtime.choose_block_size(cache)
-    assert cache.block_size == chosen
-    assert chosen == asked or backend.OscarBackend.get_preferred_block_size(16) == chosen
+    monkeypatch.setattr(backend, "current_platform", SimpleNamespace(is_cuda=lambda: gpu))
+    for default in (16, preferred):  # what vLLM has put in where nothing is asked for
+        cache = CacheConfig(block_size=asked)
+        if asked is None:
+            cache.block_size = default
+        runtime.choose_block_size(cache)
+        assert cache.user_specified_block_size
+        assert cache.block_size == (asked or preferred)
+    assert backend.OscarBackend.get_preferred_block_size(16) == preferred
+
+
+@pytest.mark.parametrize(
+    ("gib", "batched", "active", "requests"),
+    [(80, None, None, 128), (24, None, None, 32), (80, 64, None, 64), (24, 64, None, 32), (80, None, 200, 200)],
+)
+def test_requests_at_a_time_where_nobody_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, gib: int, batched: int | None, active: int | None, requests: int
+) -> None:
+    """Fewer on small GPUs, and what vLLM accepts beside --max-num-batched-tokens and --max-num-active-seqs."""
+    import vllm.platforms
+
+    from vllm_oscar.integration import seams
+
+    platform = SimpleNamespace(is_cuda=lambda: True, get_device_total_memory=lambda: gib << 30)
+    monkeypatch.setattr(vllm.platforms, "_current_platform", platform)
+    assert seams.requests_at_a_time(batched, active) == requests
 
 
 @pytest.mark.parametrize(("ranks", "rank", "heads"), [(1, 0, [0, 1, 2, 3]), (2, 1, [2, 3]), (4, 2, [2]), (8, 5, [2])])

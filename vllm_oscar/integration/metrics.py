@@ -20,7 +20,7 @@ logger = logging.getLogger("vllm.oscar")
 # name in OscarRuntime.statistics -> help text
 GAUGES = {
     "pool_blocks": "BF16 blocks that a layer's pool has",
-    "used_blocks": "of those, blocks in use",
+    "used_blocks": "of those, blocks in use (in the fullest of several KV-cache groups)",
     "window_tokens": "recent tokens of a request that are kept in BF16 now; less than asked for when the pool is short",
 }
 COUNTERS = {

@@ -281,7 +281,7 @@ class OscarRuntime:
     def _counts(self) -> torch.Tensor:
         """int64 (8,) on the device: what `_named` takes."""
         tables = list(self._tables.values())
-        used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).sum()
+        used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).amax()
         window = torch.stack([table.limits[1] for table in tables]).amin()
         evicted = torch.cat([table.evictions for table in tables]).sum()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
@@ -357,9 +357,8 @@ def choose_block_size(cache_config: Any) -> None:
     vLLM asks a backend too (Platform.update_block_size_for_backend), but after the layers are loaded, and it may ask
     another layer's: hence the mark that the size is not to be changed.
     """
-    preferred = OscarBackend.get_preferred_block_size(cache_config.block_size)
-    if not cache_config.user_specified_block_size and preferred != cache_config.block_size:
-        cache_config.block_size = preferred
+    if not cache_config.user_specified_block_size:
+        cache_config.block_size = OscarBackend.get_preferred_block_size(cache_config.block_size)
         cache_config.user_specified_block_size = True
 
 

@@ -30,7 +30,8 @@ logger = logging.getLogger("vllm.oscar")
 DTYPE = "oscar"
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
 FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
-MAX_NUM_SEQS = 128  # what is served at a time, unless the user says how many
+# requests at a time, unless the user says how many; fewer on GPUs with less memory than vLLM calls large
+MAX_NUM_SEQS, MAX_NUM_SEQS_SMALL, LARGE = 128, 32, 70 << 30
 FIRST, BEFORE = Version("0.26"), Version("0.34")
 VERIFIED_ON_GPUS = Version("0.26")  # the minor version that ran with our kernels: docs/performance.md
 SUPPORTED = f"vllm>={FIRST},<{BEFORE}"
@@ -162,6 +163,21 @@ def size_pages() -> Callable[[], None]:
     return lambda: setattr(Attention, "get_kv_cache_spec", get_kv_cache_spec)
 
 
+def requests_at_a_time(batched_tokens: int | None, active: int | None) -> int:
+    """The value of --max-num-seqs that nobody gave: the pool's default share holds as many, beside the weights that
+    such GPUs serve, and vLLM accepts it.
+
+    Args:
+        batched_tokens: --max-num-batched-tokens, which may not be fewer
+        active: --max-num-active-seqs (from 0.33), which may not be more
+    """
+    from vllm.platforms import current_platform
+
+    small = current_platform.is_cuda() and current_platform.get_device_total_memory() < LARGE
+    requests = active or (MAX_NUM_SEQS_SMALL if small else MAX_NUM_SEQS)
+    return min(requests, batched_tokens or requests)
+
+
 def check_first() -> Callable[[], None]:
     """What cannot be served is refused by the process that the user started, before it starts others: theirs ends
     as "Engine core initialization failed", far below the reason. And a number of requests that nobody chose becomes
@@ -175,11 +191,13 @@ def check_first() -> Callable[[], None]:
     @functools.wraps(original)  # type: ignore[arg-type]
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.kv_cache_dtype == DTYPE and self.max_num_seqs is None:
-            self.max_num_seqs = MAX_NUM_SEQS
+            self.max_num_seqs = requests_at_a_time(
+                self.max_num_batched_tokens, getattr(self, "max_num_active_seqs", None)
+            )
             logger.info(
                 "OSCAR serves at most %d requests at a time where --max-num-seqs is not given: each needs room in the "
                 "pool of BF16 copies",
-                MAX_NUM_SEQS,
+                self.max_num_seqs,
             )
         vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
         if vllm_config.cache_config.cache_dtype == DTYPE:
