@@ -27,7 +27,7 @@ $(MODEL)/config.json: | $(DEMO_ENV)
 	$(DEMO_PYTHON) examples/convert_smollm2.py $(MODEL)
 
 $(SIDECAR): | $(MODEL)/config.json
-	$(DEMO_PYTHON) -m vllm_oscar.calibrate $(MODEL) --sequences 16 --out $@
+	$(DEMO_PYTHON) -m vllm_oscar.calibrate $(MODEL) --out $@
 
 demo: $(DEMO_ENV) $(SIDECAR)
 	$(DEMO_PYTHON) examples/demo.py --model $(MODEL)

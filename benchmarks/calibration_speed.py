@@ -5,7 +5,7 @@
 
 Checkpoints with random weights, of one and of three layers of a published shape, are calibrated with MODEL's tokenizer;
 the difference is two layers, the rest is the start. Prints a CSV line for each shape: seconds of a layer for a million
-tokens, of the start, and of all layers for 512 sequences of 2,048 tokens (the default, 1.05 million tokens).
+tokens, of the start, and of all layers for 16 sequences of 2,048 tokens (the default).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.shapes import SHAPES, model_folder, random_weights
 from vllm_oscar.calibrate.__main__ import main as calibrate
 
 TRIED = ("qwen3-8b", "llama-70b")
-LENGTH, DEFAULT = 2048, 512  # tokens of a sequence, sequences
+LENGTH, DEFAULT = 2048, 16  # tokens of a sequence, sequences
 
 
 def seconds(folder: Path, sequences: int, device: str) -> float:

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, help="the sidecar; without it: where serving looks for it in the user's cache")
     p.add_argument("--method", choices=("aware", "reference"), default="aware")
     p.add_argument("--per", choices=("head", "layer"), default="head", help="a transform for each KV head, or for all")
-    p.add_argument("--sequences", type=int, default=512, help="at most; fewer where the text is shorter")
+    p.add_argument("--sequences", type=int, default=16, help="at most; fewer where the text is shorter")
     p.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
     p.add_argument("--seed", type=int, default=0, help="which sequences of the text are taken")
     p.add_argument("--sink", type=int, default=64, help="first tokens that serving keeps in BF16")

@@ -562,6 +562,9 @@ def test_doctor_finds_the_sidecar_or_says_how_to_make_one(
     assert sidecar().status == "fail"
     assert "calibrate" in sidecar().text
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(model_folder))
+    calibrated(fingerprint).save(model_folder / "elsewhere.safetensors")
+    assert cli.main(["doctor", str(model_folder), "--sidecar", str(model_folder / "elsewhere.safetensors")]) == 0
+    assert f"sidecar: {model_folder / 'elsewhere.safetensors'}: method aware" in capsys.readouterr().out
     calibrated(fingerprint).save(model_folder / "oscar" / "rotations.safetensors")
     assert sidecar().status == "ok"
     assert "method aware" in sidecar().text

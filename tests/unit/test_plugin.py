@@ -282,7 +282,7 @@ def test_the_layers_are_built_for_blocks_that_vllm_does_not_change(
 
 @pytest.mark.parametrize(
     ("gib", "batched", "active", "requests"),
-    [(80, None, None, 128), (24, None, None, 32), (80, 64, None, 64), (24, 64, None, 32), (80, None, 200, 200)],
+    [(80, None, None, 128), (24, None, None, 24), (80, 64, None, 64), (24, 16, None, 16), (80, None, 200, 200)],
 )
 def test_requests_at_a_time_where_nobody_says_how_many(
     monkeypatch: pytest.MonkeyPatch, gib: int, batched: int | None, active: int | None, requests: int

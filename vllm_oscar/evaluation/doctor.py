@@ -26,6 +26,7 @@ MARKS = {"ok": "  ok  ", "warn": " warn ", "fail": " FAIL "}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line."""
     parser.add_argument("model", nargs="?", help="folder or hub id")
+    parser.add_argument("--sidecar", help="the model's sidecar; without it: where serving looks for it")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
 
 
@@ -71,8 +72,12 @@ def environment() -> Iterator[Finding]:
     yield _checked("options", lambda: f"outside of --additional-config: {OscarConfig.parse(None)}")
 
 
-def model(name: str) -> Iterator[Finding]:
-    """What --kv-cache-dtype oscar would do for a model."""
+def model(name: str, sidecar_given: str | None = None) -> Iterator[Finding]:
+    """What --kv-cache-dtype oscar would do for a model.
+
+    Args:
+        sidecar_given: path or repo id; None: the options' (VLLM_OSCAR_CONFIG), else looked up
+    """
     from transformers import AutoConfig
 
     try:
@@ -93,7 +98,7 @@ def model(name: str) -> Iterator[Finding]:
         yield Finding("layers", "warn", f"{', '.join(odd)} layers: not tried with an INT2 cache")
     sidecar: Sidecar | None = None
     try:
-        sidecar, text = _sidecar(name, fingerprint)
+        sidecar, text = _sidecar(name, fingerprint, sidecar_given)
         yield Finding("sidecar", "ok", text)
     except (OscarError, ImportError) as error:
         yield Finding("sidecar", "fail", str(error))
@@ -145,12 +150,12 @@ def _refuse(name: str) -> None:
     refuse_unsupported_model(ModelConfig(name, skip_tokenizer_init=True))
 
 
-def _sidecar(name: str, fingerprint: ModelFingerprint) -> tuple[Sidecar | None, str]:
+def _sidecar(name: str, fingerprint: ModelFingerprint, given: str | None) -> tuple[Sidecar | None, str]:
     """The sidecar, where one is asked for, and what is said of it."""
     options = OscarConfig.parse(None)
-    if options.rotation == "hadamard":
+    if options.rotation == "hadamard" and not given:
         return None, "not asked for (rotation: hadamard)"
-    path = find_sidecar(name, options.sidecar)
+    path = find_sidecar(name, given or options.sidecar)
     sidecar = Sidecar.load(path, fingerprint)
     packed = f"{len(sidecar.layers)} of {fingerprint.num_layers} layers"
     skip = (
@@ -196,7 +201,7 @@ def run(options: argparse.Namespace) -> int:
     """Print what was found; 1 if something keeps OSCAR from running."""
     found = list(environment())
     if options.model:
-        found += model(options.model)
+        found += model(options.model, options.sidecar)
     if options.json:
         described: list[dict[str, Any]] = [asdict(finding) for finding in found]
         print(json.dumps(described, indent=2))
