@@ -25,7 +25,7 @@ pytestmark = pytest.mark.engine
 
 WINDOWS, CONTEXT = 2, 2048
 SINK, WINDOW = 64, 256
-SEQUENCES = 6  # of calibration, as the sidecar of conftest.py
+SEQUENCES = 3  # of calibration, as the sidecar of conftest.py
 
 
 def oscar(*arguments: object) -> str:

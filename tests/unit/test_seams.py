@@ -54,7 +54,10 @@ def test_a_change_is_found(file: str, old: str, new: str, found: str) -> None:
             text = super().read(path)
             return text.replace(old, new) if text and path == f"vllm/{file}" else text
 
-    assert old in (INSTALLED / "vllm" / file).read_text()
+    text = (INSTALLED / "vllm" / file).read_text()
+    assert old in text
+    if "CacheDType" in old and "def register_kv_cache_dtype" in text:
+        pytest.skip("from 0.33 on the Literal is no seam")
     odd = check_seams.check(Changed(INSTALLED))
     assert any(found in line for line in odd), odd
 
