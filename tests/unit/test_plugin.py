@@ -297,6 +297,22 @@ def test_requests_at_a_time_where_nobody_says_how_many(
     assert seams.requests_at_a_time(batched, active) == requests
 
 
+def test_used_blocks_of_several_groups_are_the_fullest_ones() -> None:
+    """Each group has a table of its own, over pools of `pool_blocks`."""
+    from vllm_oscar.hot_pool import HotContract, SlotTable
+    from vllm_oscar.integration.runtime import Counters, OscarRuntime
+
+    runtime = OscarRuntime.__new__(OscarRuntime)
+    runtime.counters, runtime.num_slots, runtime.pool_bytes, runtime._tables = Counters(), 4, 0, {}
+    for group, used in (("full", 3), ("sliding", 2)):
+        table = SlotTable.empty(HotContract(16, 32, 16), num_blocks=8, num_slots=4, device=torch.device("cpu"))
+        table.block_of_slot[:used] = torch.arange(1, used + 1, dtype=torch.int32)
+        table.evictions += 1
+        runtime._tables[group] = table
+    statistics = runtime.statistics()
+    assert (statistics["used_blocks"], statistics["pool_blocks"], statistics["evicted_blocks"]) == (3, 4, 2)
+
+
 @pytest.mark.parametrize(("ranks", "rank", "heads"), [(1, 0, [0, 1, 2, 3]), (2, 1, [2, 3]), (4, 2, [2]), (8, 5, [2])])
 def test_a_tensor_parallel_rank_gets_the_calibration_of_its_heads(
     monkeypatch: pytest.MonkeyPatch, ranks: int, rank: int, heads: list[int]
