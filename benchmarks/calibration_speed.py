@@ -5,7 +5,7 @@
 
 Checkpoints with random weights, of one and of three layers of a published shape, are calibrated with MODEL's tokenizer;
 the difference is two layers, the rest is the start. Prints a CSV line for each shape: seconds of a layer for a million
-tokens, of the start, and of all layers for 16 sequences of 2,048 tokens (the default).
+tokens, of the start, and of all layers for the default number of sequences, of 2,048 tokens.
 """
 
 import argparse
@@ -17,9 +17,11 @@ import torch
 
 from benchmarks.shapes import SHAPES, model_folder, random_weights
 from vllm_oscar.calibrate.__main__ import main as calibrate
+from vllm_oscar.calibrate.__main__ import parser as calibrate_parser
 
 TRIED = ("qwen3-8b", "llama-70b")
-LENGTH, DEFAULT = 2048, 16  # tokens of a sequence, sequences
+LENGTH = 2048  # tokens of a sequence
+DEFAULT: int = calibrate_parser().get_default("sequences")
 
 
 def seconds(folder: Path, sequences: int, device: str) -> float:

@@ -42,6 +42,11 @@ def group_sizes(head_size: int) -> tuple[int, ...]:
     return (head_size, *GROUP_SIZES.get(head_size, ()))
 
 
+def is_block_size(tokens: int) -> bool:
+    """Whether pages can have blocks of so many tokens, see BLOCK_SIZES."""
+    return tokens >= 16 and not tokens & (tokens - 1)
+
+
 @dataclass(frozen=True)
 class PageLayout:
     """Sizes and offsets, in bytes, of one KV head's region in a page.
@@ -66,7 +71,7 @@ class PageLayout:
             raise ConfigError(
                 f"group_size {self.group_size} at head size {self.head_size}: use one of {group_sizes(self.head_size)}"
             )
-        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+        if not is_block_size(self.block_size):
             raise ConfigError(f"block size {self.block_size}: use {BLOCK_SIZES}")
 
     @property

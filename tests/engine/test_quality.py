@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import SEQUENCES
 from vllm_oscar import cli
 from vllm_oscar.evaluation.codecs import min_max
 from vllm_oscar.evaluation.engine import CHUNK, Engine, forced_through_cache
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.engine
 
 WINDOWS, CONTEXT = 2, 2048
 SINK, WINDOW = 64, 256
-SEQUENCES = 3  # of calibration, as the sidecar of conftest.py
 
 
 def oscar(*arguments: object) -> str:

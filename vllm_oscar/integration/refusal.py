@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.integration.seams import DTYPE, FIRST_GPU
-from vllm_oscar.page_layout import BLOCK_SIZES, HEAD_SIZES
+from vllm_oscar.page_layout import BLOCK_SIZES, HEAD_SIZES, is_block_size
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -43,7 +43,7 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     refuse_unsupported_model(vllm_config.model_config)
     attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
     block_size = vllm_config.cache_config.block_size or 16  # not chosen yet
-    refuse(block_size < 16 or block_size & (block_size - 1), f"--block-size {block_size}", f"use {BLOCK_SIZES}")
+    refuse(not is_block_size(block_size), f"--block-size {block_size}", f"use {BLOCK_SIZES}")
     refuse(
         # it fills in tensors that vLLM laid out, and never tells layers that their weights are there
         vllm_config.load_config.load_format == "tensorizer",
