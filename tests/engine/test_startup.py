@@ -30,7 +30,7 @@ pytestmark = pytest.mark.engine
     [
         ({"windw": 3}, {}, ConfigError, r"unknown oscar options \['windw'\]; known: .*'window'"),
         ({"pool_share": 1.5e-3}, {}, ConfigError, r"raise pool_share to [0-9.]+ .*or lower --max-num-seqs to [1-9]"),
-        ({"sidecar": "/nowhere.safetensors"}, {}, SidecarNotFoundError, "python -m vllm_oscar.calibrate"),
+        ({"sidecar": "/nowhere.safetensors"}, {}, SidecarNotFoundError, "oscar calibrate"),
         ({}, {"attention_backend": "CPU_ATTN"}, UnsupportedError, "another attention backend .*leave it out"),
         (
             {},
@@ -77,7 +77,7 @@ def test_no_sidecar_at_all(make_engine: Callable[..., Engine], monkeypatch: pyte
     """Only then: with a folder for the user's sidecars that is empty, and none in the model's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("vllm_oscar.sidecar.FILE_NAME", "no/such.safetensors")
-    with pytest.raises(SidecarNotFoundError, match=r"python -m vllm_oscar\.calibrate .*hadamard"):
+    with pytest.raises(SidecarNotFoundError, match=r"oscar calibrate .* oscar serve .*hadamard"):
         make_engine({"sidecar": None})
 
 

@@ -9,7 +9,7 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 | its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | the same call |
 | choice of the backend | `current_platform.get_attn_backend_cls` | the same |
 | size of a page | `Attention.get_kv_cache_spec` | the same |
-| errors before anything is started | `EngineArgs.create_engine_config` | the same |
+| errors, and a calibration, before anything is started | `EngineArgs.create_engine_config` | the same |
 | compilation before serving, on GPUs | `vllm.v1.worker.gpu_worker.kernel_warmup` | the same |
 """
 
@@ -180,8 +180,9 @@ def requests_at_a_time(batched_tokens: int | None, active: int | None) -> int:
 
 def check_first() -> Callable[[], None]:
     """What cannot be served is refused by the process that the user started, before it starts others: theirs ends
-    as "Engine core initialization failed", far below the reason. And a number of requests that nobody chose becomes
-    one that the pool holds: vLLM's is 1,024 on large GPUs.
+    as "Engine core initialization failed", far below the reason. A missing sidecar is made here where the options ask
+    for it, while the memory of the GPU is free. And a number of requests that nobody chose becomes one that the pool
+    holds: vLLM's is 1,024 on large GPUs.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -201,8 +202,9 @@ def check_first() -> Callable[[], None]:
             )
         vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
         if vllm_config.cache_config.cache_dtype == DTYPE:
-            from vllm_oscar.integration.runtime import asked_for
+            from vllm_oscar.integration.runtime import asked_for, calibrate_if_missing
 
+            calibrate_if_missing(vllm_config)
             asked_for(vllm_config)
         return vllm_config
 
