@@ -19,6 +19,7 @@ from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
+from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import refuse_other_layers, refuse_unsupported_engine
 from vllm_oscar.page_layout import PageLayout
@@ -352,16 +353,7 @@ def calibrate_if_missing(vllm_config: "VllmConfig") -> None:
     options = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
     if not options.calibrate or options.sidecar or options.rotation == "hadamard":
         return
-    from vllm_oscar.calibrate.at_start import make_missing
-
-    model = vllm_config.model_config
-    make_missing(
-        model.model,
-        ModelFingerprint.of(model.hf_config),
-        options.calibrate if isinstance(options.calibrate, str) else "",
-        model.revision,
-        model.trust_remote_code,
-    )
+    calibrate_missing(vllm_config.model_config, options.calibrate if isinstance(options.calibrate, str) else "")
 
 
 def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> None:

@@ -7,6 +7,7 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 |---|---|---|
 | name of the dtype | `vllm.config.cache.CacheDType` (a Literal), CacheConfig's schema | `register_kv_cache_dtype` |
 | its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | the same call |
+| our environment variables | `vllm.envs.environment_variables` | the same |
 | choice of the backend | `current_platform.get_attn_backend_cls` | the same |
 | size of a page | `Attention.get_kv_cache_spec` | the same |
 | errors, and a calibration, before anything is started | `EngineArgs.create_engine_config` | the same |
@@ -16,6 +17,7 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 import functools
 import importlib.metadata
 import logging
+import os
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +25,13 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from vllm_oscar import audit, config
 from vllm_oscar.errors import UnsupportedError, VllmVersionError
 
 logger = logging.getLogger("vllm.oscar")
 
 DTYPE = "oscar"
+VARIABLES = (config.ENVIRONMENT_VARIABLE, audit.ENVIRONMENT_VARIABLE)
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
 FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 # requests at a time, unless the user says how many; fewer on GPUs with less memory than vLLM calls large
@@ -66,7 +70,7 @@ def install() -> None:
     if DTYPE in STR_DTYPE_TO_TORCH_DTYPE:
         return
     # all checks come before the first change
-    steps = [accept_dtype_name(), choose_backend(), size_pages(), check_first()]
+    steps = [know_our_variables(), accept_dtype_name(), choose_backend(), size_pages(), check_first()]
     for step in steps:
         step()
     STR_DTYPE_TO_TORCH_DTYPE[DTYPE] = torch.uint8  # last: it marks the process as done
@@ -75,6 +79,17 @@ def install() -> None:
 def _expect(condition: bool, what: str) -> None:
     if not condition:
         raise VllmVersionError(f"vLLM {vllm_version()}: {what} is not as expected; install {SUPPORTED}, or report this")
+
+
+def know_our_variables() -> Callable[[], None]:
+    """vLLM warns of environment variables with its prefix that it does not know, or refuses them
+    (`--fail-on-environ-validation`). Only those that are set: it hashes what it knows.
+    """
+    from vllm.envs import environment_variables
+
+    _expect(isinstance(environment_variables, dict), "vllm.envs.environment_variables")
+    ours = {name: functools.partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
+    return lambda: environment_variables.update(ours)
 
 
 def accept_dtype_name() -> Callable[[], None]:
