@@ -11,6 +11,4 @@ COPY calibrate /opt/vllm-oscar/calibrate
 # torch and all that vLLM brings are there and stay as they are
 RUN uv pip install --system --no-cache '/opt/vllm-oscar[calibrate]'
 
-# what workers count is in /metrics; the folder has to be empty at each start
-ENV PROMETHEUS_MULTIPROC_DIR=/tmp/prometheus
-ENTRYPOINT ["/bin/sh", "-c", "rm -rf \"$PROMETHEUS_MULTIPROC_DIR\" && mkdir \"$PROMETHEUS_MULTIPROC_DIR\" && exec oscar serve \"$@\"", "oscar"]
+ENTRYPOINT ["oscar", "serve"]

@@ -64,9 +64,10 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOG_STATS_INTERVAL": "1",
-            "PROMETHEUS_MULTIPROC_DIR": str(shared),
             "TMPDIR": str(self.temporary),
         }
+        if program == "vllm":  # `oscar serve` has a folder of its own
+            environment["PROMETHEUS_MULTIPROC_DIR"] = str(shared)
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the engine core is a process of its own
         with log.open("wb") as output:
             self.process = subprocess.Popen(

@@ -106,7 +106,7 @@ def test_a_tool_call_streams(client: Any) -> None:
     }
     tool = {
         "type": "function",
-        "function": {"name": "forecast", "description": "Weather to come", "parameters": schema},
+        "function": {"name": "forecast", "description": "Weather to come", "parameters": schema, "strict": True},
     }
     stream = client.chat.completions.create(
         model="small",
@@ -115,7 +115,7 @@ def test_a_tool_call_streams(client: Any) -> None:
         tools=[tool],
         tool_choice={"type": "function", "function": {"name": "forecast"}},
         temperature=0,
-        max_tokens=60,
+        max_tokens=120,
         stream=True,
         stream_options={"include_usage": True},
     )
@@ -232,6 +232,7 @@ def test_shutdown_is_clean(server: Server) -> None:
     server.wait_until_gone()
     assert server.process.returncode in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
     assert server.processes() == []
+    assert not list(server.temporary.glob("oscar_metrics_*"))
     # on a busy machine vLLM's front end sees its engine gone before it has stopped listening, and logs that
     odd = [line for line in server.output().splitlines() if "Traceback" in line and "[async_llm.py:" not in line]
     assert odd == [], server.output()[-5000:]

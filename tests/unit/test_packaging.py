@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import vllm_oscar
+from vllm_oscar.sidecar import FORMAT_VERSION
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "LICENSE", "vllm_oscar", "calibrate")
@@ -164,3 +165,9 @@ def test_entry_points() -> None:
     assert (plugin.value, script.value) == ("vllm_oscar.plugin:register", "vllm_oscar.cli:main")
     assert callable(plugin.load())
     assert importlib.metadata.version("vllm-oscar") == vllm_oscar.__version__
+
+
+def test_the_changelog_says_what_to_do_with_sidecars_of_older_versions() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert f"\n## [{vllm_oscar.__version__}] - " in text
+    assert f"\n| {vllm_oscar.__version__} | {FORMAT_VERSION} | " in text

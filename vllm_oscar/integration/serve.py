@@ -1,8 +1,12 @@
-"""oscar serve MODEL ...: `vllm serve MODEL ... --kv-cache-dtype oscar`, calibrated first where no sidecar is found."""
+"""oscar serve MODEL ...: `vllm serve MODEL ... --kv-cache-dtype oscar`, calibrated first where no sidecar is found.
+
+The workers' counters are in its /metrics (docs/metrics.md).
+"""
 
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 
 from vllm_oscar.config import ENVIRONMENT_VARIABLE, environment_options
@@ -30,7 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     # as defaults: what --additional-config says wins, whichever way it is given
     os.environ[ENVIRONMENT_VARIABLE] = json.dumps({"calibrate": True, **environment_options()})
     sys.argv = ["vllm", "serve", *arguments, DTYPE_OPTIONS[0], DTYPE]
-    from vllm.entrypoints.cli.main import main as vllm
+    with tempfile.TemporaryDirectory(prefix="oscar_metrics_") as shared:
+        # how counts get from the workers to the server; Prometheus' client looks at it when it is imported
+        os.environ.setdefault("PROMETHEUS_MULTIPROC_DIR", shared)
+        from vllm.entrypoints.cli.main import main as vllm
 
-    vllm()
+        vllm()
     return 0
