@@ -62,6 +62,9 @@ def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if command[0] == "make":
         subprocess.run(["make", "-n", *command[1:]], cwd=ROOT, check=True, capture_output=True)
     elif command[0] == "oscar":
+        for name, value in (("VLLM_OSCAR_CONFIG", "{}"), ("PROMETHEUS_MULTIPROC_DIR", "/nowhere")):
+            monkeypatch.setenv(name, value)  # `oscar serve` sets them
+        monkeypatch.setattr(sys, "argv", command)
         with pytest.raises(Parsed):
             cli.main(command[1:])
     elif command[0] == "vllm":
