@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Several GPUs, sleep, and a draft model in real vLLM: the same model as on one GPU?
 
-    python benchmarks/verify_parallel.py [--gpus 2]
+    python -m gates.parallel [--gpus 2]
 
 One small model with random weights and a prompt of 8,192 tokens in chunks of 512, so that most of what is read is INT2;
 tensor parallel with one KV head a rank, with more ranks than KV heads (4 GPUs), pipeline parallel, a worker of Ray's
@@ -22,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 FOLDER = Path("/tmp/oscar-verify-parallel/tiny")
 PROMPT, NEAR = 8192, 320  # tokens; those that only see sink and window
 BOUNDS = (0.007, 0.055)  # mean difference of a token's log probability: near, beyond; three times what was measured
@@ -55,7 +52,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # GPUs, options
 
 def make_model() -> Path:
     """The checkpoint: ranks have to load parts of the same weights. Returns its sidecar."""
-    from benchmarks.shapes import model_folder, random_sidecar, random_weights
+    from benchmarks.models.shapes import model_folder, random_sidecar, random_weights
 
     folder = model_folder("tiny", FOLDER.parent)
     random_weights(folder)
@@ -120,7 +117,7 @@ def main() -> int:
         out = FOLDER / f"{number}.json"
         out.unlink(missing_ok=True)
         with out.with_suffix(".log").open("w") as log:
-            command = [sys.executable, __file__, "--case", name, str(sidecar), str(out)]
+            command = [sys.executable, "-m", "gates.parallel", "--case", name, str(sidecar), str(out)]
             running[name] = out, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     results: dict[str, Any] = {}
     failed = False

@@ -1,6 +1,6 @@
 """INT2 caches of long contexts by what they were calibrated for, emulated.
 
-    python -m benchmarks.long_context MODEL
+    python -m benchmarks.quality.long_context MODEL
 
 The same sequences of 2,048 tokens, with the statistics that they have themselves and with those of a whole context
 (`oscar calibrate --context`), measured on windows of both lengths.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.emulation import HEAD, cache_of, line, load, measure
+from benchmarks.quality.emulation import HEAD, cache_of, line, load, measure
 from vllm_oscar.calibrate.__main__ import calibrate
 from vllm_oscar.calibrate.data import open_corpus, sequences
 from vllm_oscar.calibrate.solve import Recipe

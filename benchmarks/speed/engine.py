@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Speed in real vLLM, with dummy weights: capacity, decode steps, short requests, prefill; one KV dtype a process.
 
-    python benchmarks/engine_speed.py --shape qwen3-4b --dtypes auto oscar --out engine.csv
+    python -m benchmarks.speed.engine --shape qwen3-4b --dtypes auto oscar --out engine.csv
 
 Contexts of decode steps are not prefilled: the scheduler is told that they are computed, and gets blocks of their
 own with zeroed pages, whose zero words prove the zeroed copies. What a step reads is the same; what it answers is not
@@ -124,7 +123,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
     from vllm import LLM
 
-    from benchmarks.shapes import liven, model_folder, random_sidecar
+    from benchmarks.models.shapes import liven, model_folder, random_sidecar
 
     folder = model_folder(args.shape, Path(args.root))
     options: dict[str, Any] = {}
@@ -203,9 +202,8 @@ def main() -> None:
     with open(args.out, "w", newline="") as file:
         csv.DictWriter(file, ["dtype", "what", "value", "unit"]).writeheader()
     for dtype in args.dtypes:
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--dtype", dtype], check=False)
+        subprocess.run([sys.executable, "-m", "benchmarks.speed.engine", *sys.argv[1:], "--dtype", dtype], check=False)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     main()

@@ -1,6 +1,6 @@
 """Writing, re-encoding, slots and prefill, in microseconds a layer or a step, as CSV.
 
-    python -m benchmarks.kernel_write [--out write.csv]
+    python -m benchmarks.speed.kernel_write [--out write.csv]
 
 Times are CUDA-graph replays over rotating inputs; prefill is timed with events next to torch's FlashAttention.
 """
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.cases_write import Case, a_metric, codec
-from benchmarks.kernel_decode import graph_time
-from benchmarks.synthetic import transform
+from benchmarks.speed.kernel_decode import graph_time
+from gates.cases.write import Case, a_metric, codec
+from gates.synthetic import transform
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels import slots
 from vllm_oscar.kernels.encode_metric import MetricTables, ReencodeTable, encode_written, reencode, workspace
