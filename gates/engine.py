@@ -15,7 +15,6 @@ import argparse
 import functools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models.shapes import GEMMA2, prompts
+from gates.side_by_side import Process, failed, side_by_side
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHINDUCTOR_COMPILE_THREADS="2", VLLM_LOGGING_LEVEL="WARNING")
 ROOT = Path(__file__).resolve().parent.parent
@@ -260,32 +260,23 @@ def main() -> int:
             print(f"{'PASS' if passed else 'FAIL'} {name}, {mode}: {line}", flush=True)
         return 0
     root = Path("/tmp/oscar-verify")
-    running = {}
+    processes = {}
     for name in args.only:
         setting = SETTINGS[name]
         folder = model_folder("tiny", root / re.sub(r"\W+", "-", name), **setting.model)
         sidecar = random_sidecar(folder, setting.turning, setting.group_size)
         if setting.weights:
             random_weights(folder)
+        environment = {"VLLM_OSCAR_AUDIT": "1"} if setting.audited else {}
         for mode in setting.modes:
             command = [sys.executable, "-m", "gates.engine", "--engine", name, str(folder), str(sidecar), mode]
-            environment = os.environ | ({"VLLM_OSCAR_AUDIT": "1"} if setting.audited else {})
-            with (log := folder / f"{mode}.log").open("w") as file:
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-            running[name, mode] = log, process
-    failed = False
-    for (name, mode), (log, process) in running.items():
-        code = process.wait()
-        lines = log.read_text().splitlines()
-        print(*(line for line in lines if line.startswith(("PASS", "FAIL"))), sep="\n", flush=True)
-        failed |= any(line.startswith("FAIL") for line in lines)
-        if code:
-            failed = True
-            print(f"FAIL {name}, {mode}: ended with {code}", *lines[-25:], sep="\n", flush=True)
+            processes[f"{name}, {mode}"] = Process(command, folder / f"{mode}.log", environment)
+    any_failed = False
+    for name, lines in side_by_side(processes):
         late = compiled_late(lines)
-        failed |= bool(late)
-        print(f"{'FAIL' if late else 'PASS'} {name}, {mode}: compiled while serving: {late or 'nothing'}", flush=True)
-    return int(failed)
+        print(f"{'FAIL' if late else 'PASS'} {name}: compiled while serving: {late or 'nothing'}", flush=True)
+        any_failed |= failed(lines) or bool(late)
+    return int(any_failed)
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ def main() -> None:
     options = parser.parse_args()
     name = torch.cuda.get_device_name(0)
     print(f"# {name}, torch {torch.__version__}, copy {copy_bandwidth() / 1e12:.2f} TB/s", file=sys.stderr)
-    with open(options.out or "/dev/stdout", "w") as file:
+    with open(options.out or "/dev/stdout", "w", buffering=1) as file:  # a crash costs the rows after it
         writer = csv.writer(file)
         writer.writerow(["gpu", "shape", "MB", "us", "read_us", "bf16_us", "of_peak", "of_read", "bf16_over_oscar"])
         for shape in shapes(options.quick):

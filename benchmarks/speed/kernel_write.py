@@ -186,14 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out")
     options = parser.parse_args()
-    found = []
-    for row in rows():
-        found.append(row)
-        print(f"{row['what']:32} {row['shape']:28} {row['us']:9.1f} us", flush=True)
-    with open(options.out, "w", newline="") if options.out else sys.stdout as file:
+    with open(options.out or "/dev/stdout", "w", buffering=1) as file:  # a crash costs the rows after it
         writer = csv.DictWriter(file, ["what", "shape", "us"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        for row in rows():
+            writer.writerow(row)
+            print(f"{row['what']:32} {row['shape']:28} {row['us']:9.1f} us", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

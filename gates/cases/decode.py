@@ -98,7 +98,7 @@ def gpu_cases() -> list[Case]:
             (128, 0, 64, 4, torch.float16),
             (128, 64, 16, 8, torch.bfloat16),
             (128, 32, 32, 5, torch.bfloat16),
-            (128, 0, 48, 1, torch.bfloat16),
+            (128, 0, 32, 1, torch.bfloat16),
             (128, 0, 256, 16, torch.bfloat16),
             (64, 0, 16, 3, torch.bfloat16),
             (64, 0, 128, 8, torch.float16),
