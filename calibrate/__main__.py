@@ -67,6 +67,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
                    help="of the forward passes; auto: the checkpoint's, bfloat16 for float32")  # fmt: skip
+    p.add_argument("--revision", help="branch, tag or commit of a hub id; the sidecar is looked for by it")
+    p.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     p.add_argument("--no-resume", action="store_true", help="do not go on from a calibration that was killed")
     return p
 
@@ -89,8 +91,9 @@ def run(options: argparse.Namespace) -> Sidecar:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to look at
-    out = options.out or cached_path(options.model)
-    config = AutoConfig.from_pretrained(options.model)
+    out = options.out or cached_path(options.model, options.revision)
+    checkpoint = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    config = AutoConfig.from_pretrained(options.model, **checkpoint)
     fingerprint = ModelFingerprint.of(config)
     layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes
     recipe = Recipe.of(
@@ -110,12 +113,12 @@ def run(options: argparse.Namespace) -> Sidecar:
     )
     if options.sequences < 1 or options.length < 2 or options.stride < 1 or (options.context or 1) < 1:
         raise ConfigError("--sequences, --length, --stride and --context must be positive")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **checkpoint)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
     logger.info("%d sequences of %d tokens from %s", *data.ids.shape, data.name)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     state_folder = out.with_name(out.name + ".state")
-    with Model.opened(options.model, torch.device(options.device), dtype) as model:
+    with Model.opened(options.model, torch.device(options.device), dtype, **checkpoint) as model:
         sidecar = calibrate(
             model, fingerprint, data, recipe, options.sink, options.window, options.stride, state_folder,
             name=options.model, resume=not options.no_resume,

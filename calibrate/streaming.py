@@ -44,7 +44,14 @@ class Model:
 
     @classmethod
     @contextmanager
-    def opened(cls, name: str, device: torch.device, dtype: torch.dtype | None) -> Iterator["Model"]:
+    def opened(
+        cls,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> Iterator["Model"]:
         """A checkpoint (folder or hub id) with its layers left on disk. dtype None: the checkpoint's, BF16 for FP32."""
         from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils import is_accelerate_available
@@ -52,17 +59,24 @@ class Model:
         if not is_accelerate_available():  # it leaves layers on disk
             raise UnsupportedError("accelerate is not installed: pip install 'vllm-oscar[calibrate]'")
         logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # layers on disk are no surprise
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
         text_config = config.get_text_config()
         if dtype is None:
             kept = getattr(text_config, "dtype", None)
             dtype = kept if kept in (torch.bfloat16, torch.float16) else torch.bfloat16
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         places = _places(skeleton, skeleton.get_decoder(), str(device))
         # weights whose names or shapes differ between checkpoint and model (experts) are rewritten here
         with tempfile.TemporaryDirectory(prefix="vllm_oscar_") as folder:
-            model = AutoModelForCausalLM.from_pretrained(name, device_map=places, offload_folder=folder, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(
+                name,
+                device_map=places,
+                offload_folder=folder,
+                dtype=dtype,
+                revision=revision,
+                trust_remote_code=trust_remote_code,
+            )
             yield cls(model.eval().get_decoder(), device)
 
     @contextmanager

@@ -59,7 +59,7 @@ ATTRIBUTES = {
     "vllm.engine.arg_utils.EngineArgs": "kv_cache_dtype max_num_seqs",
     "vllm.config.CacheConfig": "cache_dtype kv_sharing_fast_prefill",
     "vllm.config.ParallelConfig": "prefill_context_parallel_size use_ubatching",
-    "vllm.config.ModelConfig": "model hf_config dtype is_hybrid",
+    "vllm.config.ModelConfig": "model hf_config dtype is_hybrid revision trust_remote_code hf_overrides",
     "vllm.config.VllmConfig": "additional_config kv_transfer_config speculative_config",
     "vllm.v1.attention.selector.AttentionSelectorConfig": "has_sink use_sparse use_mm_prefix use_non_causal",
     "vllm.v1.worker.gpu_worker": "kernel_warmup",

@@ -21,6 +21,10 @@ class PoolError(OscarError, RuntimeError):
     """A rule of the BF16 pool is broken: a bug. Most rules are checked by an audit (VLLM_OSCAR_AUDIT=1) only."""
 
 
+class CalibrationError(OscarError, RuntimeError):
+    """A calibration that the start of an engine asked for failed. The message is its reason."""
+
+
 class SidecarError(OscarError, ValueError):
     """A sidecar cannot be used. Subclasses say why."""
 

@@ -551,12 +551,13 @@ def _check_transforms(names: list[str], transforms: torch.Tensor, orthogonal: bo
         )
 
 
-def find_sidecar(model: str, explicit: str | None = None) -> Path:
+def find_sidecar(model: str, explicit: str | None = None, revision: str | None = None) -> Path:
     """The sidecar of a model: the explicit one, else the one in the model's folder, else the user's own.
 
     Args:
         model: folder or hub id of the model
         explicit: path of a sidecar, folder that holds one, or hub id of a repository that does
+        revision: of the model's hub id, where one is asked for
 
     Raises:
         SidecarNotFoundError: says how to make one.
@@ -569,31 +570,35 @@ def find_sidecar(model: str, explicit: str | None = None) -> Path:
             return path
         if not path.exists() and _HUB_ID.fullmatch(explicit):
             return _from_hub(explicit)
-        raise SidecarNotFoundError(f"{path}: no such sidecar. {_remedy(model)}")
-    candidates = (Path(model) / FILE_NAME, cached_path(model))
+        raise SidecarNotFoundError(f"{path}: no such sidecar. {_remedy(model, revision)}")
+    candidates = (Path(model) / FILE_NAME, cached_path(model, revision))
     for path in candidates:
         if path.is_file():
             return path
     tried = " and ".join(str(path) for path in candidates)
-    raise SidecarNotFoundError(f"no OSCAR sidecar for {model} (looked for {tried}). {_remedy(model)}")
+    raise SidecarNotFoundError(f"no OSCAR sidecar for {model} (looked for {tried}). {_remedy(model, revision)}")
 
 
-def cached_path(model: str) -> Path:
-    """Where the user's own sidecar for a model (folder or hub id) belongs.
+def cached_path(model: str, revision: str | None = None) -> Path:
+    """Where the user's own sidecar for a model (folder or hub id, and a revision of that) belongs.
 
     With HF_HUB_OFFLINE vLLM replaces a hub id by the model's folder in Hugging Face's cache: both are one model.
     """
     name = str(Path(model).resolve()) if Path(model).is_dir() else model
     if snapshot := _SNAPSHOT.fullmatch(name):
         name = snapshot[1]
+    if revision:
+        name += f"@{revision}"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vllm_oscar" / (re.sub(r"[^A-Za-z0-9._-]+", "--", name).strip("-.") + ".safetensors")
 
 
-def _remedy(model: str) -> str:
+def _remedy(model: str, revision: str | None) -> str:
+    command = f"oscar calibrate {model}" + (f" --revision {revision}" if revision else "")
     return (
-        f"Make one with: python -m vllm_oscar.calibrate {model} --out {cached_path(model)}  "
-        'or serve without calibration, at lower quality: --additional-config \'{"oscar": {"rotation": "hadamard"}}\''
+        f"Make one now: {command}  or let the start make it, once: oscar serve {model}, which is vllm serve with "
+        '--additional-config \'{"oscar": {"calibrate": true}}\'; or serve without calibration, at lower quality: '
+        '{"oscar": {"rotation": "hadamard"}}'
     )
 
 

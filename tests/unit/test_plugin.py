@@ -63,6 +63,21 @@ def test_registering_twice_changes_nothing() -> None:
         cache.CacheConfig(cache_dtype="oscat")
 
 
+def test_our_variables_are_no_unknown_ones() -> None:
+    """`--fail-on-environ-validation` ends a start that finds some."""
+    code = """
+import os
+from vllm_oscar.plugin import register
+register()
+from vllm.platforms import current_platform
+current_platform.validate_environ(True)
+os.environ["VLLM_OSCAR_CONFIGS"] = "{}"
+current_platform.validate_environ(True)
+"""
+    done = python(code, VLLM_OSCAR_CONFIG="{}", VLLM_OSCAR_AUDIT="1")
+    assert done.stderr.endswith("Unknown vLLM environment variable detected: VLLM_OSCAR_CONFIGS\n"), done.stderr
+
+
 def test_without_vllm_there_is_one_warning() -> None:
     code = """
 import importlib.metadata, sys

@@ -448,7 +448,9 @@ def test_look_up_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.mkdir()
     with pytest.raises(errors.SidecarNotFoundError) as caught:
         find_sidecar(str(model))
-    assert f"python -m vllm_oscar.calibrate {model} --out" in str(caught.value)
+    assert f"oscar calibrate {model} " in str(caught.value)
+    assert f"oscar serve {model}" in str(caught.value)
+    assert '"calibrate": true' in str(caught.value)
     assert '"rotation": "hadamard"' in str(caught.value)
 
     cached = cached_path(str(model))
@@ -474,6 +476,21 @@ def test_names_from_the_hub_stay_inside_the_cache(tmp_path: Path, monkeypatch: p
     snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123abc"
     snapshot.mkdir(parents=True)
     assert cached_path(str(snapshot)) == cached_path("org/name")
+
+
+def test_a_revision_has_a_sidecar_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its weights are others. With HF_HUB_OFFLINE vLLM names the snapshot's folder, and the revision as before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cached_path("org/name").parent.mkdir()
+    cached_path("org/name").touch()
+    with pytest.raises(errors.SidecarNotFoundError, match="oscar calibrate org/name --revision v2 "):
+        find_sidecar("org/name", revision="v2")
+    cached_path("org/name", "v2").touch()
+    assert find_sidecar("org/name", revision="v2") == tmp_path / "vllm_oscar" / "org--name--v2.safetensors"
+    assert find_sidecar("org/name") == cached_path("org/name")
+    snapshot = tmp_path / "hub" / "models--org--name" / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    assert cached_path(str(snapshot), "v2") == cached_path("org/name", "v2")
 
 
 def test_explicit_hub_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
+from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import refuse_other_layers, refuse_unsupported_engine
 from vllm_oscar.page_layout import PageLayout
@@ -336,8 +337,23 @@ def asked_for(vllm_config: "VllmConfig") -> tuple[OscarConfig, Sidecar, Path | N
     fingerprint = ModelFingerprint.of(model.hf_config)
     if options.rotation == "hadamard":
         return options, Sidecar.hadamard(fingerprint), None
-    path = find_sidecar(model.model, options.sidecar)
+    path = find_sidecar(model.model, options.sidecar, model.revision)
     return options, Sidecar.load(path, fingerprint), path
+
+
+def calibrate_if_missing(vllm_config: "VllmConfig") -> None:
+    """Make the sidecar where the options ask for that and there is none. Called by the process that the user started,
+    before any of the engine's exists.
+
+    Raises:
+        UnsupportedError, ConfigError: what cannot be served, before a calibration is spent on it.
+        CalibrationError: why there is none.
+    """
+    refuse_unsupported_engine(vllm_config)
+    options = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
+    if not options.calibrate or options.sidecar or options.rotation == "hadamard":
+        return
+    calibrate_missing(vllm_config.model_config, options.calibrate if isinstance(options.calibrate, str) else "")
 
 
 def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> None:

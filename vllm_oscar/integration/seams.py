@@ -7,15 +7,17 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 |---|---|---|
 | name of the dtype | `vllm.config.cache.CacheDType` (a Literal), CacheConfig's schema | `register_kv_cache_dtype` |
 | its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | the same call |
+| our environment variables | `vllm.envs.environment_variables` | the same |
 | choice of the backend | `current_platform.get_attn_backend_cls` | the same |
 | size of a page | `Attention.get_kv_cache_spec` | the same |
-| errors before anything is started | `EngineArgs.create_engine_config` | the same |
+| errors, and a calibration, before anything is started | `EngineArgs.create_engine_config` | the same |
 | compilation before serving, on GPUs | `vllm.v1.worker.gpu_worker.kernel_warmup` | the same |
 """
 
 import functools
 import importlib.metadata
 import logging
+import os
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +25,13 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from vllm_oscar import audit, config
 from vllm_oscar.errors import UnsupportedError, VllmVersionError
 
 logger = logging.getLogger("vllm.oscar")
 
 DTYPE = "oscar"
+VARIABLES = (config.ENVIRONMENT_VARIABLE, audit.ENVIRONMENT_VARIABLE)
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
 FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 # requests at a time, unless the user says how many; fewer on GPUs with less memory than vLLM calls large
@@ -66,7 +70,7 @@ def install() -> None:
     if DTYPE in STR_DTYPE_TO_TORCH_DTYPE:
         return
     # all checks come before the first change
-    steps = [accept_dtype_name(), choose_backend(), size_pages(), check_first()]
+    steps = [know_our_variables(), accept_dtype_name(), choose_backend(), size_pages(), check_first()]
     for step in steps:
         step()
     STR_DTYPE_TO_TORCH_DTYPE[DTYPE] = torch.uint8  # last: it marks the process as done
@@ -75,6 +79,17 @@ def install() -> None:
 def _expect(condition: bool, what: str) -> None:
     if not condition:
         raise VllmVersionError(f"vLLM {vllm_version()}: {what} is not as expected; install {SUPPORTED}, or report this")
+
+
+def know_our_variables() -> Callable[[], None]:
+    """vLLM warns of environment variables with its prefix that it does not know, or refuses them
+    (`--fail-on-environ-validation`). Only those that are set: it hashes what it knows.
+    """
+    from vllm.envs import environment_variables
+
+    _expect(isinstance(environment_variables, dict), "vllm.envs.environment_variables")
+    ours = {name: functools.partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
+    return lambda: environment_variables.update(ours)
 
 
 def accept_dtype_name() -> Callable[[], None]:
@@ -180,8 +195,9 @@ def requests_at_a_time(batched_tokens: int | None, active: int | None) -> int:
 
 def check_first() -> Callable[[], None]:
     """What cannot be served is refused by the process that the user started, before it starts others: theirs ends
-    as "Engine core initialization failed", far below the reason. And a number of requests that nobody chose becomes
-    one that the pool holds: vLLM's is 1,024 on large GPUs.
+    as "Engine core initialization failed", far below the reason. A missing sidecar is made here where the options ask
+    for it, while the memory of the GPU is free. And a number of requests that nobody chose becomes one that the pool
+    holds: vLLM's is 1,024 on large GPUs.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -201,8 +217,9 @@ def check_first() -> Callable[[], None]:
             )
         vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
         if vllm_config.cache_config.cache_dtype == DTYPE:
-            from vllm_oscar.integration.runtime import asked_for
+            from vllm_oscar.integration.runtime import asked_for, calibrate_if_missing
 
+            calibrate_if_missing(vllm_config)
             asked_for(vllm_config)
         return vllm_config
 
