@@ -19,13 +19,26 @@ from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.errors import ConfigError, SidecarMismatchError
 from vllm_oscar.evaluation import doctor
 from vllm_oscar.evaluation.codecs import Kivi, RotatedInt4, min_max
-from vllm_oscar.evaluation.engine import EvaluationError, Recorder
+from vllm_oscar.evaluation.engine import Recorder
 from vllm_oscar.evaluation.generation import CONTEXTS, Answers, answer_table, chat_prompts, compared
 from vllm_oscar.evaluation.inspection import rows
+from vllm_oscar.evaluation.listening import EvaluationError, Listener
 from vllm_oscar.evaluation.measure import Result, measure
 from vllm_oscar.evaluation.methods import BUILT_IN, EMULATED, Method, parse
 from vllm_oscar.evaluation.metrics import Scores
-from vllm_oscar.evaluation.needle import DEPTHS, Found, needle_table, needles, says
+from vllm_oscar.evaluation.needle import (
+    DEPTHS,
+    Found,
+    Haystacks,
+    Key,
+    Needle,
+    copies,
+    needle_table,
+    needles,
+    says,
+    several_keys,
+    summarised,
+)
 from vllm_oscar.evaluation.report import line, plot, table
 from vllm_oscar.evaluation.rewriting import Rewriter
 from vllm_oscar.evaluation.texts import TEXTS, chats, open_text
@@ -175,6 +188,63 @@ def test_recorder_refuses_tokens_that_did_not_run_once(steps: list[tuple[str, in
         runner.step(recorder, step)
     with pytest.raises(EvaluationError, match="exactly once"):
         recorder.check()
+
+
+# ---- listening
+
+
+class Steps:
+    """What Listener looks at in vLLM's model runner, fed step by step; a state is (request, position)."""
+
+    def __init__(self, first: list[int], forced: list[list[int]] | None = None) -> None:
+        self.listener = Listener(self, first, forced)
+        self.input_batch: Any = None
+        self.query_start_loc: Any = None
+
+    def step(self, *chunks: tuple[int, int, int]) -> torch.Tensor:
+        """Run (request, first position, last + 1) side by side; what 10 tokens' logits of 0 become for each."""
+        bounds = [0]
+        states = []
+        for request, start, end in chunks:
+            bounds.append(bounds[-1] + end - start)
+            states += [[float(request), float(at)] for at in range(start, end)]
+        names = [f"{request}-a1b2" for request, _, _ in chunks]
+        self.input_batch = SimpleNamespace(num_reqs=len(chunks), req_ids=names)
+        self.query_start_loc = SimpleNamespace(np=torch.tensor([*bounds, -1]).numpy())
+        output = torch.tensor([*states, [-1.0, -1.0]])  # rows are padded
+        self.listener(torch.nn.Identity(), (), {"positions": output[:, 1].long()}, output)
+        return self.listener.choose(torch.zeros(len(chunks), 10))
+
+
+def test_listener_keeps_the_states_that_answers_are_made_of() -> None:
+    """From the prompt's last token on, whatever else the batch holds."""
+    steps = Steps(first=[3, 5])
+    steps.step((0, 0, 4), (1, 0, 2))
+    steps.step((1, 2, 6), (0, 4, 5))
+    steps.step((1, 6, 7))
+    first, second = steps.listener.hidden()
+    assert first.tolist() == [[0, 3], [0, 4]]
+    assert second.tolist() == [[1, 5], [1, 6]]
+
+
+def test_listener_makes_the_forced_tokens_the_likeliest() -> None:
+    """Of the request and position that the row is, and only once the prompt has been read."""
+    steps = Steps(first=[3, 5], forced=[[7, 8], [9]])
+    assert steps.step((0, 0, 4), (1, 0, 2)).argmax(-1).tolist() == [7, 0]
+    assert steps.step((1, 2, 6), (0, 4, 5)).argmax(-1).tolist() == [9, 8]
+    assert steps.step((0, 5, 6)).argmax(-1).tolist() == [0]  # vLLM may run ahead of the end
+    assert (Steps(first=[0]).step((0, 0, 1)) == 0).all()
+
+
+def test_listener_refuses_positions_that_did_not_run_once() -> None:
+    steps = Steps(first=[1])
+    steps.step((0, 0, 3))
+    with pytest.raises(EvaluationError, match="position 3 exactly once"):
+        steps.step((0, 0, 3))  # after a preemption
+    forced = Steps(first=[1], forced=[[4]])
+    forced.step((0, 0, 2))
+    with pytest.raises(EvaluationError, match="2 rows of logits for 1 requests"):
+        forced.listener.choose(torch.zeros(2, 10))
 
 
 # ---- methods
@@ -638,28 +708,96 @@ def test_doctor_sees_a_folder_that_hides_the_package(monkeypatch: pytest.MonkeyP
 # ---- needles and answers
 
 
+def asked_in(needle: Needle) -> list[tuple[str, str]]:
+    """(label, string) of every key of a needle of characters."""
+    spoken = "".join(map(chr, needle.ids + needle.answer))[needle.length :]
+    return re.findall(r"(The [a-z][\w ]+?) ((?:\d|[a-z]+_|\w{8}-)[\w-]+)\.", spoken)
+
+
 def test_needles_lie_where_they_say_among_labels_that_differ_in_one_word(letters: Any) -> None:
-    asked = needles(letters, [1024, 2048], trials=2)
-    assert [(needle.length, needle.depth) for needle in asked] == [
+    asked = needles(Haystacks(letters, 2048), [1024, 2048], trials=2)
+    assert [(needle.length, needle.keys[0].depth) for needle in asked] == [
         (length, depth) for length in (1024, 2048) for depth in DEPTHS for _ in range(2)
     ]
     for needle in asked:
         text = "".join(map(chr, needle.ids))
         found = re.findall(r"The code for (\w+) is (\d+)\.", text)
         assert len(found) == 2 * len(set(found)) == 8  # four labels, each twice
-        town = next(town for town, code in found if code == needle.answer)
+        answer = "".join(map(chr, needle.answer))
+        town = next(town for town, code in found if f" {code}." == answer)
         assert text[needle.length :] == f"\n\nThe code for {town} is"
         assert len({town for town, _ in found}) == len({code for _, code in found}) == 4
         # all are behind the sink; those before the needle push it back by their length
-        assert text.index(needle.answer) / needle.length == pytest.approx(needle.depth, abs=0.2)
+        (key,) = needle.keys
+        assert text.index(answer) / needle.length == pytest.approx(key.depth, abs=0.2)
         assert text.index("The code for") >= 64
-    assert needles(letters, [1024], 1) == needles(letters, [1024], 1)
+        assert answer[key.start : key.stop] == answer.strip()  # the space is not scored
+    assert needles(Haystacks(letters, 1024), [1024], 1) == needles(Haystacks(letters, 1024), [1024], 1)
 
 
-@pytest.mark.parametrize("length", [1000, 512, 1 << 24])
-def test_haystacks_that_cannot_be_made_are_refused(length: int, letters: Any) -> None:
-    with pytest.raises(ConfigError, match=f"--needle {length}"):
-        needles(letters, [length], 1)
+def test_several_keys_are_asked_for_in_one_answer(letters: Any) -> None:
+    """Four of eight, each said as the haystack has it; what is scored is the numbers alone."""
+    for needle in several_keys(Haystacks(letters, 2048), [2048], trials=3):
+        text, answer = ("".join(map(chr, ids)) for ids in (needle.ids, needle.answer))
+        assert len(set(re.findall(r"The code for (\w+) is \d+\.", text))) == 8
+        spoken = asked_in(needle)
+        assert len({label for label, _ in spoken}) == 4
+        assert [answer[key.start : key.stop] for key in needle.keys] == [f"{code}." for _, code in spoken]
+        assert sorted(key.depth for key in needle.keys) == list(DEPTHS)
+        for (label, code), key in zip(spoken, needle.keys, strict=True):
+            assert text.count(f"{label} {code}.") == 2
+            assert text.index(code) / needle.length == pytest.approx(key.depth, abs=0.2)
+
+
+def test_strings_to_be_copied_stand_at_their_distances(letters: Any) -> None:
+    length = 16384
+    for needle in copies(Haystacks(letters, length), [length], trials=2):
+        text, answer = ("".join(map(chr, ids)) for ids in (needle.ids, needle.answer))
+        spoken = asked_in(needle)
+        assert sorted((key.kind, key.back) for key in needle.keys) == [
+            (kind, back) for kind in ("digits", "name", "uuid") for back in (700, 2000, 8000, 16000)
+        ]
+        assert len({label for label, _ in spoken}) == 12
+        for (label, string), key in zip(spoken, needle.keys, strict=True):
+            assert answer[key.start : key.stop] == f"{string}."
+            assert text.count(f"{label} {string}.") == 2
+            away = length - text.index(string)
+            assert key.back * 0.85 <= away <= key.back + 2000  # in letters the other sentences are long
+        assert {kind: re.fullmatch(pattern, string) is not None for kind, pattern, string in (
+            (key.kind, _PATTERNS[key.kind], string) for (_, string), key in zip(spoken, needle.keys, strict=True)
+        )} == dict.fromkeys(_PATTERNS, True)  # fmt: skip
+
+
+_PATTERNS = {"uuid": r"\w{8}-\w{4}-4\w{3}-\w{4}-\w{12}", "digits": r"\d{16}", "name": r"[a-z]+(_[a-z]+){3}"}
+
+
+@pytest.mark.parametrize("length", [1000, 512])
+def test_contexts_that_needles_are_not_made_for_are_refused(length: int, letters: Any) -> None:
+    for ask in (needles, several_keys, copies):
+        with pytest.raises(ConfigError, match=f"{length} tokens: .* multiples of 256, 1024 or more"):
+            ask(Haystacks(letters, length), [length], 1)
+
+
+def test_a_haystack_may_be_any_text_and_has_to_be_long_enough(letters: Any, tmp_path: Path) -> None:
+    """The built-in text is prose, and code behind it where prose is too short."""
+    path = tmp_path / "hay.txt"
+    path.write_text("straw " * 1000)
+    (needle, *_) = needles(Haystacks(letters, 1024, path), [1024], 1)
+    assert "straw straw" in "".join(map(chr, needle.ids))
+    with pytest.raises(ConfigError, match=r"6000 tokens, not 8192; give --haystack"):
+        Haystacks(letters, 8192, path)
+    prose = builtin_text("held_out")
+    (needle, *_) = needles(Haystacks(letters, 1 << 18), [1 << 18], 1)
+    assert len(prose) < 1 << 18 == len(needle.ids) - len("\n\nThe code for Lisbon is")
+    with pytest.raises(ConfigError, match="--haystack"):
+        Haystacks(letters, 1 << 24)
+
+
+def test_a_haystack_ends_before_the_models_context(letters: Any) -> None:
+    for ask, room in ((needles, 2048 - 256), (several_keys, 2048 - 256), (copies, 2048 - 1024)):
+        (needle, *_) = ask(Haystacks(letters, 2048, limit=2048), [2048], 1)
+        assert len(needle.ids) + len(needle.answer) <= 2048
+        assert "".join(map(chr, needle.ids)).rindex("\n\nThe ") == room
 
 
 @pytest.mark.parametrize(
@@ -670,17 +808,32 @@ def test_the_first_number_is_the_answer(text: str, right: bool) -> None:
     assert says(text, "12345") == right
 
 
+def test_cells_have_means_and_standard_errors() -> None:
+    key = [Key("needle", depth, 100, 0, 4) for depth in (0.1, 0.5)]
+    needle = Needle(1024, [], [], key)
+    scores = [(needle, key[0], -1.0, True), (needle, key[1], -5.0, False), (needle, key[0], -3.0, False)]
+    first, second = summarised(parse("int4", calibrated()), scores)
+    assert first == Found("int4", 4.5, True, "needle", 1024, 0.1, 100, right=1, asked=2, log_p=-2, log_p_error=1)
+    assert (second.depth, second.right, second.log_p, second.log_p_error) == (0.5, 0, -5.0, None)
+    (unknown,) = summarised(parse("int4", calibrated()), [(needle, key[0], None, True)])
+    assert (unknown.right, unknown.log_p) == (1, None)
+
+
 def test_needle_table_has_a_line_for_each_method_and_length() -> None:
     found = [
-        Found(name, bits, False, length, depth, right, 4)
-        for name, bits, right in (("bf16", 16.0, 4), ("oscar", 2.5, 3))
+        Found(name, bits, False, "needle", length, depth, 100, right, 4, log_p, 0.3)
+        for name, bits, right, log_p in (("bf16", 16.0, 4, -0.5), ("oscar", 2.5, 3, -1.25))
         for length in (1024, 2048)
         for depth in (0.1, 0.5)
     ]
+    found.append(Found("oscar", 2.5, False, "uuid", 2048, 0.9, 2000, 1, 2, None, None))
     rows = [line.split() for line in needle_table(found).splitlines()]
-    assert rows[0] == ["needles", "bits", "length", "at", "10%", "at", "50%", "all"]
-    assert rows[2] == ["bf16", "16.00", "1024", "4/4", "4/4", "100%"]
-    assert ["oscar", "2.50", "2048", "3/4", "3/4", "75%"] in rows
+    assert rows[0] == ["needle", "bits", "length", "at", "10%", "at", "50%", "all", "+-", "log", "p", "+-"]
+    assert rows[2] == ["bf16", "16.00", "1024", "4/4", "-0.50", "4/4", "-0.50", "100%", "0%", "-0.500", "0.212"]
+    # of 8, three quarters right: a standard error of sqrt(3/4 1/4 / 8); two cells' errors of 0.3: 0.3 / sqrt(2)
+    assert ["oscar", "2.50", "2048", "3/4", "-1.25", "3/4", "-1.25", "75%", "15%", "-1.250", "0.212"] in rows
+    assert rows[-1] == ["oscar", "2.50", "2048", "1/2", "50%", "35%"]
+    assert rows[-3][3:5] == ["2,000", "back"]
 
 
 def test_answers_are_compared_to_the_first_difference() -> None:

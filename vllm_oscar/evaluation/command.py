@@ -1,5 +1,5 @@
 """oscar eval MODEL: what a compressed cache costs, through the real engine: perplexity and KL to the BF16 cache on
-held-out text, needles in a haystack, greedy answers."""
+held-out text, needles in a haystack, answers."""
 
 import argparse
 import json
@@ -40,8 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--haystack", type=Path, metavar="FILE", help="text around needles (default: built-in prose)")
     parser.add_argument("--trials", type=int, default=4, help="needles of each length and place (default: 4)")
     parser.add_argument("--generate", type=int, metavar="PROMPTS", default=0,
-                        help="also compare greedy answers to so many chats of 1,024 to 4,096 tokens")  # fmt: skip
+                        help="also compare answers to so many chats of 1,024 to 4,096 tokens")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers (default: 0, greedy)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="append each result as a line of JSON once it is known"
@@ -110,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
             keep("needles", results)
             _progress(needle_table(results))
     if prompts:
-        for one in answer(options.model, methods, prompts, options.tokens):
+        for one in answer(options.model, methods, prompts, options.tokens, options.temperature):
             answers.append(one)
             keep("answers", [one])
             _progress(answer_table([one]))

@@ -8,7 +8,7 @@ hidden states and are compared in this process, some positions at a time, instea
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -204,31 +204,46 @@ class Engine:
         Raises:
             EvaluationError: a token did not run, or ran twice.
         """
+        first = [len(prompt) - 1 for prompt in prompts]
+        with self._listening(first, forced) as listener:
+            outputs = self._run(
+                prompts, lambda i: {"max_tokens": tokens if forced is None else len(forced[i]), "seed": i,
+                                    "temperature": temperature, "ignore_eos": forced is not None}
+            )  # fmt: skip
+        answers = []
+        for number, (output, states) in enumerate(zip(outputs, listener.hidden(), strict=True)):
+            ids = list(output.token_ids)
+            if forced is not None and ids != list(forced[number]):
+                raise EvaluationError(f"request {number} answered {ids}, not {list(forced[number])}")
+            answers.append(Answer(ids, states[: len(ids)], output.finish_reason == "stop"))
+        return answers
+
+    def reread(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Read answers as if they were part of the prompts.
+
+        Args:
+            prompts, answers: token ids
+
+        Returns:
+            Of each, (answer's tokens, hidden size): the states that its tokens would be chosen from, as in `Answer`.
+        """
+        whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
+        with self._listening([len(prompt) - 1 for prompt in prompts], None) as listener:
+            self._run(whole, lambda i: {"max_tokens": 1, "temperature": 0.0})
+        return [states[: len(answer)] for states, answer in zip(listener.hidden(), answers, strict=True)]
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: Callable[[int], dict[str, Any]]) -> list[Any]:
+        """Serve requests named by their number, each with its `SamplingParams`; what vLLM put out for each."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        first = [len(prompt) - 1 for prompt in prompts]
         engine, finished = self.llm.llm_engine, {}
-        with self._listening(first, forced) as listener:
-            for number, prompt in enumerate(prompts):
-                params = SamplingParams(
-                    max_tokens=tokens if forced is None else len(forced[number]),
-                    temperature=temperature,
-                    seed=number,
-                    ignore_eos=forced is not None,
-                    detokenize=False,
-                    output_kind=RequestOutputKind.FINAL_ONLY,
-                )
-                engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, params)
-            while engine.has_unfinished_requests():
-                finished.update({int(output.request_id): output.outputs[0] for output in engine.step()})
-        answers = []
-        for number, states in enumerate(listener.hidden()):
-            ids = list(finished[number].token_ids)
-            if forced is not None and ids != list(forced[number]):
-                raise EvaluationError(f"request {number} answered {ids}, not {list(forced[number])}")
-            answers.append(Answer(ids, states[: len(ids)], finished[number].finish_reason == "stop"))
-        return answers
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(**params(number), detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, sampling)
+        while engine.has_unfinished_requests():
+            finished.update({int(output.request_id): output.outputs[0] for output in engine.step()})
+        return [finished[number] for number in range(len(prompts))]
 
     @contextmanager
     def _listening(self, first: Sequence[int], forced: Sequence[Sequence[int]] | None) -> Iterator[Listener]:
