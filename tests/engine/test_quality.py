@@ -16,6 +16,7 @@ from tests.conftest import SEQUENCES
 from vllm_oscar import cli
 from vllm_oscar.evaluation.codecs import min_max
 from vllm_oscar.evaluation.engine import CHUNK, Engine, forced_through_cache
+from vllm_oscar.evaluation.generation import divergence
 from vllm_oscar.evaluation.measure import Result, running
 from vllm_oscar.evaluation.methods import Method, parse
 from vllm_oscar.evaluation.needle import DEPTHS
@@ -176,7 +177,9 @@ def test_needles_and_answers_of_every_method_in_one_report(
     assert [(one["method"], one["bits"], one["prompts"], one["tokens"]) for one in report["answers"]] == [
         ("bf16", 16.0, 2, 4), ("int4", 4.5, 2, 4),
     ]  # fmt: skip
-    assert all(0 <= one["agreed"] <= 4 for one in report["answers"])
+    for one in report["answers"]:
+        assert 0 <= one["agreed"] <= 4
+        assert all(0 <= kl < 1 for kl in one["kl"])  # of tokens alone
     rows = [json.loads(row) for row in out.read_text().splitlines()]
     assert rows == [{"part": part} | row for part in ("needles", "answers") for row in report[part]]
 
@@ -196,6 +199,10 @@ def test_a_forced_answer_is_scored_as_if_it_had_been_read(tiny: Path) -> None:
             assert torch.allclose(log_p, expected, atol=0.02)  # BF16 in other batches: 8 bits
             assert expected.std() > 0.1  # another row would be seen
             assert not likeliest.any()
+        reread = engine.reread(prompts, given)
+        for answer, states in zip(answers, reread, strict=True):
+            assert divergence(engine, answer, states).max() < 1e-3
+            assert divergence(engine, answer, states.roll(1, 0)).min() > 0.01
         free = engine.answer(prompts, 20)
         assert all(len(answer.ids) == len(answer.hidden) == 20 and not answer.ended for answer in free)
         assert all(engine.log_probabilities(answer)[1].all() for answer in free)  # greedy

@@ -19,8 +19,8 @@ from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.errors import ConfigError, SidecarMismatchError
 from vllm_oscar.evaluation import doctor
 from vllm_oscar.evaluation.codecs import Kivi, RotatedInt4, min_max
-from vllm_oscar.evaluation.engine import Recorder
-from vllm_oscar.evaluation.generation import CONTEXTS, Answers, answer_table, chat_prompts, compared
+from vllm_oscar.evaluation.engine import Answer, Recorder
+from vllm_oscar.evaluation.generation import CONTEXTS, answer_table, chat_prompts, compared, repeated
 from vllm_oscar.evaluation.inspection import rows
 from vllm_oscar.evaluation.listening import EvaluationError, Listener
 from vllm_oscar.evaluation.measure import Result, measure
@@ -836,13 +836,38 @@ def test_needle_table_has_a_line_for_each_method_and_length() -> None:
     assert rows[-3][3:5] == ["2,000", "back"]
 
 
+def answered(*ids: int, ended: bool = True) -> Answer:
+    return Answer(list(ids), torch.empty(len(ids), 0), ended)
+
+
 def test_answers_are_compared_to_the_first_difference() -> None:
-    reference = [[1, 2, 3], [1, 2, 3], [1, 2]]
-    scored = compared(parse("int4", calibrated()), reference, [[1, 2, 3], [1, 2, 4], [1, 2, 9]], tokens=3)
-    assert scored == Answers("int4", 4.5, True, 1 / 3, 7 / 3, prompts=3, tokens=3)
-    longer = compared(parse("int4", calibrated()), [[1, 2]], [[1, 2, 3]], tokens=3)
+    int4, reference = parse("int4", calibrated()), [[1, 2, 3], [1, 2, 3], [1, 2]]
+    others = [answered(1, 2, 3), answered(1, 2, 4), answered(1, 2, 9, ended=False)]
+    scored = compared(int4, reference, others, [torch.zeros(3)] * 3, tokens=4)
+    assert (scored.method, scored.bits, scored.emulated) == ("int4", 4.5, True)
+    assert (scored.equal, scored.agreed, scored.prompts, scored.endless) == (1 / 3, 7 / 3, 3, 1)
+    longer = compared(int4, [[1, 2]], [answered(1, 2, 3)], [torch.zeros(3)], tokens=4)
     assert (longer.equal, longer.agreed) == (0, 2)
-    assert answer_table([scored]).splitlines()[2].split() == ["int4*", "4.50", "33%", "2.3"]
+    row = answer_table([scored]).splitlines()[2].split()
+    assert row == ["int4*", "4.50", "33%", "2.3", "1/3", "0.0%", *["0.0000", "+-0.0000"] * 3, "-"]
+
+
+def test_answers_kl_is_a_mean_over_tokens_in_each_quarter() -> None:
+    """Answers of 8 and of 3 tokens: of the first quarter both have two, of the second 2 and 1, later ones one has."""
+    kl = [torch.tensor([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]), torch.tensor([3.0, 3.0, 8.0])]
+    others = [answered(*range(8), ended=False), answered(*range(3))]
+    scored = compared(parse("int4", calibrated()), [[], []], others, kl, tokens=8)
+    assert scored.kl == [2, 4, 3, 4]
+    # residuals of the sums: 2 - 2 x 2, 6 - 2 x 2; and 4 - 4 x 2, 8 - 4 x 1
+    assert scored.kl_error[:2] == pytest.approx([8**0.5 * 2**0.5 / 4, 32**0.5 * 2**0.5 / 3])
+    assert scored.kl_error[2:] == [None, None]
+
+
+def test_repetition_is_of_sequences_that_came_before() -> None:
+    assert repeated(range(20)) == 0
+    assert repeated([1, 2, 3]) == 0
+    assert repeated([5] * 27) == pytest.approx(19 / 20)
+    assert repeated([*range(10), *range(10)]) == pytest.approx(3 / 13)
 
 
 def test_prompts_are_chats_of_the_stated_lengths(letters: Any) -> None:

@@ -28,6 +28,11 @@ _QUESTIONS = {
 _CHUNK, _CONCURRENT = 256, 64
 _PARTS = 4  # of an answer's length, by which its KL is reported
 _GRAM = 8  # tokens whose repetition is counted
+_NOTES = (
+    "agreed: tokens before the first difference from bf16; endless: not ended by the model; repeated: sequences of 8",
+    "tokens that stood in the answer before; KL: to the BF16 cache along the answer, by position",
+    "bf16: in other batches and chunks, against itself",
+)
 _POSITIONS = 256  # whose logits are compared at once
 
 
@@ -189,15 +194,7 @@ def answer_table(results: Sequence[Answers]) -> str:
         line = f"{r.method + '*' * r.emulated:<14}{r.bits:>6.2f}{r.equal:>8.0%}{r.agreed:>9.1f}"
         line += f"{f'{r.endless}/{r.prompts}':>9}{r.repeated:>10.1%}"
         lines.append(line + "".join(f"{_with_error(*one):>20}" for one in zip(r.kl, r.kl_error, strict=True)))
-    return "\n".join(
-        [
-            *lines,
-            f"{r.prompts} prompts, at most {r.tokens} tokens each; agreed: tokens before the first difference from bf16's "
-            "answer;",
-            "endless: not ended by the model; repeated: sequences of 8 tokens that stood in the answer before; KL: to the",
-            "BF16 cache along the answer, by position; bf16: against itself in other batches and chunks",
-        ]
-    )
+    return "\n".join([*lines, f"{r.prompts} prompts, at most {r.tokens} tokens each", *_NOTES])
 
 
 def _with_error(mean: float | None, error: float | None) -> str:
