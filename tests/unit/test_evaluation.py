@@ -18,7 +18,7 @@ from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.errors import ConfigError, SidecarMismatchError
 from vllm_oscar.evaluation import doctor
-from vllm_oscar.evaluation.codecs import Kivi, RotatedInt4, min_max
+from vllm_oscar.evaluation.codecs import Codec, Kivi, KVarN, RotatedInt4, balanced, min_max
 from vllm_oscar.evaluation.engine import Answer, Recorder
 from vllm_oscar.evaluation.generation import CONTEXTS, answer_table, chat_prompts, compared, repeated
 from vllm_oscar.evaluation.inspection import rows
@@ -308,7 +308,9 @@ def test_other_caches_and_unknown_methods() -> None:
 def test_every_method_states_its_bits() -> None:
     """At head size 64: codes, and an fp16 scale and offset for each row, or for each group of 32."""
     bits = {name: parse(name, calibrated()).bits for name in (*BUILT_IN, *EMULATED)}
-    assert bits == dict.fromkeys(BUILT_IN, 2.5) | {"kivi": 3.0, "kivi-64": 2.5, "int4": 4.5}
+    assert bits == dict.fromkeys(BUILT_IN, 2.5) | {"kivi": 3.0, "kivi-64": 2.5, "kvarn": 3.5625, "int4": 4.5}
+    # 4 and 2; for each 128 rounded together a pair of fp16, and one fp16 the other way: 48 / 128
+    assert KVarN().bits(128) == 3.375
     assert RotatedInt4().bits(128) == 4.25
     with pytest.raises(ConfigError, match="do not divide head size 80"):
         Kivi(32).bits(80)
@@ -359,10 +361,46 @@ def test_int4_mixes_before_it_rounds() -> None:
     assert 0.005 < error < 0.02  # range of 64 normals is about 4.7: (4.7 / 15)^2 / 12 = 0.008
 
 
-@pytest.mark.parametrize("codec", [Kivi(32), RotatedInt4()])
-def test_codecs_work_where_the_rows_are(codec: Kivi | RotatedInt4) -> None:
+def test_kvarn_evens_out_loud_tokens_and_loud_channels() -> None:
+    """A tile with both, ten times the rest: their scales come off before anything is rounded, and go on again."""
+    generator = torch.Generator().manual_seed(6)
+    plain = torch.randn(2, 3, 128, 64, generator=generator)
+    loud_row, loud_column = torch.ones(128, 1), torch.ones(64)
+    loud_row[5], loud_column[9] = 10, 10
+    row, column = balanced(plain * loud_row * loud_column)
+    even = plain * loud_row * loud_column / row / column
+    for axis in (-1, -2):
+        assert even.std(axis).amax() / even.std(axis).amin() < 1.2  # not 1: scales have a lower bound
+    # the outer product is what is known: the loud ones' scales are ten times the others'
+    assert (row[..., 5, 0] / row[..., 6, 0]).mean() == pytest.approx(10, rel=0.25)
+    assert (column[..., 0, 9] / column[..., 0, 8]).mean() == pytest.approx(10, rel=0.25)
+
+
+def test_kvarn_never_makes_a_tile_less_even() -> None:
+    """Bounded scales cannot balance a tile of tiny numbers: it is left as it is."""
+    tiny = 1e-6 * torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(7))
+    row, column = balanced(tiny)
+    even = tiny / row / column
+    assert even.std(-1).amax() / even.std(-1).amin() <= 1.001 * tiny.std(-1).amax() / tiny.std(-1).amin()
+
+
+def test_kvarn_rounds_keys_by_channel_to_16_and_values_by_token_to_4() -> None:
+    """Errors of round-to-nearest over the range of 128 and of 64 normals, 5.4 and 4.7: (range / steps)^2 / 12."""
+    codec, generator = KVarN(), torch.Generator().manual_seed(8)
+    x = torch.randn(256, 2, 64, generator=generator)
+    x[7] *= 20  # a loud token costs the others nothing: its scale is its own
+    quiet = torch.arange(256) != 7
+    keys, values = codec.keys(x), codec.values(x)
+    assert (keys - x)[quiet].square().mean() == pytest.approx((5.4 / 15) ** 2 / 12, rel=0.15)
+    assert (values - x)[quiet].square().mean() == pytest.approx((4.7 / 3) ** 2 / 12, rel=0.15)
+    assert (keys - x)[7].square().mean() < 400 * 0.03
+    assert torch.equal(codec.keys(x)[128:], codec.keys(x[128:]))  # tiles are independent
+
+
+@pytest.mark.parametrize("codec", [Kivi(32), RotatedInt4(), KVarN()])
+def test_codecs_work_where_the_rows_are(codec: Codec) -> None:
     with FakeTensorMode():  # refuses operands on two devices
-        rows = torch.empty(32, 2, 64, device="cuda")
+        rows = torch.empty(128, 2, 64, device="cuda")
         for stored in (codec.keys(rows), codec.values(rows)):
             assert (stored.device, stored.shape) == (rows.device, rows.shape)
 
