@@ -1,9 +1,13 @@
 """One layer's cache: how its rows become pages and copies. The specification of the write kernel."""
 
+import logging
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
 
+from vllm_oscar import quantizer
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotPool
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews, pack
@@ -12,13 +16,13 @@ from vllm_oscar.quantizer import (
     MAX_VALUE_SCALE,
     Encoded,
     Metric,
-    encode_ls,
-    encode_metric,
     encode_minmax,
     sanitised,
 )
 from vllm_oscar.rotation import Transform
 from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
+
+logger = logging.getLogger("vllm.oscar")
 
 LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder does (docs/quality.md)
 
@@ -26,6 +30,19 @@ LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder do
 def _ls_gain(gain: float) -> float:
     """Of keys that were calibrated with this one for the metric encoder; the reference's transforms have none."""
     return LS_KEY_GAIN if gain > 1 else gain
+
+
+@cache
+def _encoders(device_type: str) -> ModuleType:
+    """The module that encodes rows there; both give the same bits."""
+    if device_type != "cpu":
+        return quantizer
+    try:
+        from vllm_oscar import compiled_quantizer
+    except ImportError as error:
+        logger.warning("oscar: encoding on CPU without numba (%s), some hundred times slower: pip install numba", error)
+        return quantizer
+    return compiled_quantizer
 
 
 @dataclass(frozen=True)
@@ -88,12 +105,13 @@ class RowCodec:
 
     def encode(self, y: torch.Tensor) -> Encoded:
         """Rows y (tokens, heads, D) in the pool's dtype -> codes."""
+        encoders = _encoders(y.device.type)
         if self.encoder == "metric":
             assert self.metric is not None
-            return encode_metric(y, self.metric, self.group_size, self.gain, self.max_scale)
+            return encoders.encode_metric(y, self.metric, self.group_size, self.gain, self.max_scale)
         if self.encoder == "minmax":
             return encode_minmax(y, self.group_size, self.clip, self.max_scale)
-        return encode_ls(y, self.group_size, self.gain, self.max_scale)
+        return encoders.encode_ls(y, self.group_size, self.gain, self.max_scale)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,13 @@ Three encoders, all over rows y of shape (..., heads, D):
 
 Rows are independent: whatever a row holds (inf, NaN, a range fp16 cannot represent), the result is finite, other
 rows do not change, and the row counts in `Encoded.saturated`.
+
+On CPU every sum of `encode_ls` and `encode_metric` has a stated order (`ordered_sum`, `ordered_product`), so that their
+compiled form (compiled_quantizer) is the same to the last bit, whatever BLAS and vector width there are.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,6 +26,7 @@ MAX_VALUE_SCALE = 254.0  # the decode kernel multiplies probability * scale * 25
 STEP_OVER_STD = 0.9957  # optimal step of a uniform 4-level quantizer of a Gaussian, in standard deviations
 LS_REFITS = 2
 METRIC_PASSES = 2
+LANES = 16  # of an ordered sum; every head and group size is a multiple
 _RIDGE = 1e-6  # of the refit's normal equations; keeps rows with one code only solvable
 
 
@@ -53,17 +58,40 @@ def sanitised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bounded, (bounded != y.float()).any(-1)
 
 
+def ordered_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sums over the last axis, which stays with size 1: each of 16 lanes first to last, then the lanes in halves."""
+    first, *others = x.unflatten(-1, (-1, LANES)).unbind(-2)
+    for other in others:
+        first = first + other
+    while (half := first.shape[-1] // 2) > 0:
+        first = first[..., :half] + first[..., half:]
+    return first
+
+
+def ordered_mean(x: torch.Tensor) -> torch.Tensor:
+    """Means over the last axis, which stays with size 1."""
+    return ordered_sum(x) / x.shape[-1]
+
+
+def ordered_product(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """(heads, n, D) times (heads, D, E), added up first to last."""
+    total = rows.new_zeros(*rows.shape[:-1], table.shape[-1])
+    for channel in range(rows.shape[-1]):
+        total += rows[..., channel, None] * table[:, None, channel]
+    return total
+
+
 def _initial(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Grouped rows (..., groups, G) -> least-squares (scale, offset), each (..., groups, 1)."""
-    mean = y.mean(-1, keepdim=True)
-    scale = STEP_OVER_STD * y.std(-1, unbiased=False, keepdim=True)
+    mean = ordered_mean(y)
+    scale = STEP_OVER_STD * ordered_mean((y - mean).square()).sqrt()
     offset = mean - 1.5 * scale
     for _ in range(LS_REFITS):
         codes = _nearest(y, scale, offset)
-        code_mean = codes.mean(-1, keepdim=True)
+        code_mean = ordered_mean(codes)
         spread = codes - code_mean
-        energy = spread.square().sum(-1, keepdim=True)
-        fitted = (spread * y).sum(-1, keepdim=True) / energy.clamp(min=1e-6)
+        energy = ordered_sum(spread.square())
+        fitted = ordered_sum(spread * y) / energy.clamp(min=1e-6)
         scale = torch.where((energy > 1e-6) & (fitted > 0), fitted, scale)
         offset = mean - scale * code_mean
     return scale, offset
@@ -84,7 +112,7 @@ def _finish(
     max_scale: float,
 ) -> Encoded:
     """Apply the gain on the decode side and round scale and offset to fp16. All grouped (..., groups, G or 1)."""
-    code_mean = codes.mean(-1, keepdim=True)
+    code_mean = ordered_mean(codes)
     wanted_scale = scale * gain
     kept_scale = wanted_scale.clamp(max=max_scale)
     centre = offset + scale * code_mean  # what gain and clamp leave in place
@@ -93,7 +121,7 @@ def _finish(
     constant = (stored_scale == 0) | (scale.half() == 0)
     codes = torch.where(constant, 0.0, codes)
     stored_scale = torch.where(constant, 0.0, stored_scale.float())
-    stored_offset = torch.where(constant, y.mean(-1, keepdim=True), kept_offset).clamp(-FP16_MAX, FP16_MAX)
+    stored_offset = torch.where(constant, ordered_mean(y), kept_offset).clamp(-FP16_MAX, FP16_MAX)
     overflow = (wanted_scale > max_scale) | (kept_offset.abs() > FP16_MAX)
     saturated = changed | overflow[..., 0].any(-1)
     return Encoded(
@@ -156,6 +184,11 @@ class Metric:
     compensation: torch.Tensor
     descent: torch.Tensor
 
+    @cached_property
+    def stacked(self) -> torch.Tensor:
+        """All three, (3, heads, D, D)."""
+        return torch.stack([self.compensation, self.descent, self.g])
+
     @classmethod
     def of(cls, g: torch.Tensor) -> "Metric":
         """Tables for G (heads, D, D); computed in float64."""
@@ -194,7 +227,7 @@ def encode_metric(
     for number in range(METRIC_PASSES + 1):
         table = metric.compensation if number == 0 else metric.descent
         _sequential_pass(flat, codes, residual, scale, offset, table, group_size)
-        scale, offset = _metric_refit(flat, codes, scale, offset, metric.g, group_size)
+        scale, offset = _metric_refit(codes, residual, scale, offset, metric.g, group_size)
         residual = flat - (codes.unflatten(-1, (-1, group_size)) * scale + offset).flatten(-2)
 
     def ungrouped(t: torch.Tensor) -> torch.Tensor:
@@ -220,51 +253,52 @@ def _sequential_pass(
     table: torch.Tensor,
     group_size: int,
 ) -> None:
-    """One pass over the channels in order, in place on codes and residual (heads, rows, D).
-
-    The sums over the other channels are kept up to date in blocks: a block's products with everything outside it
-    are one matrix product, inside the block they are updated a channel at a time.
-    """
-    head_size = y.shape[-1]
-    block = 16
-    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)[..., 0]
-    for start in range(0, head_size, block):
-        end = start + block
-        outside = torch.bmm(residual, table[:, :, start:end])
-        inside = table[:, start:end, start:end]
-        target = outside + y[..., start:end]
-        for j in range(block):
-            channel = start + j
-            group = channel // group_size
-            s, o = scale[..., group, 0], offset[..., group, 0]
-            # `target` holds y_j plus the products with residuals as they were; changes inside the block are added below
-            code = ((target[..., j] - o) * inverse[..., group]).round_().clamp_(0, 3)
-            new = y[..., channel] - code * s - o
-            change = new - residual[..., channel]
-            if j + 1 < block:
-                target[..., j + 1 :] += change[..., None] * inside[:, None, j, j + 1 :]
-            codes[..., channel] = code
-            residual[..., channel] = new
+    """One pass over the channels in order, in place on codes and residual (heads, rows, D)."""
+    target = y + ordered_product(residual, table)
+    inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
+    for channel in range(y.shape[-1]):
+        s, o, i = (part[..., channel // group_size, 0] for part in (scale, offset, inverse))
+        code = ((target[..., channel] - o) * i).round().clamp(0, 3)
+        new = y[..., channel] - (code * s + o)
+        change = new - residual[..., channel]
+        target[..., channel + 1 :] += change[..., None] * table[:, None, channel, channel + 1 :]
+        codes[..., channel] = code
+        residual[..., channel] = new
 
 
 def _metric_refit(
-    y: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, g: torch.Tensor, group_size: int
+    codes: torch.Tensor,
+    residual: torch.Tensor,
+    scale: torch.Tensor,
+    offset: torch.Tensor,
+    g: torch.Tensor,
+    group_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, offset) that minimise e' G e for these codes, from 2n x 2n normal equations (n groups).
 
     Solved for the change, as the residual is small where the values are not; a change that would cost more than
     three quarters of a scale is not made (rows with hardly any spread).
     """
-    grouped = codes.unflatten(-1, (-1, group_size))
-    groups = grouped.shape[-2]
-    member = torch.eye(groups, device=y.device).repeat_interleave(group_size, 1)  # (groups, D)
+    groups = scale.shape[-2]
+    member = torch.eye(groups, device=codes.device).repeat_interleave(group_size, 1)  # (groups, D)
     basis = torch.cat([codes[..., None, :] * member, member.expand(*codes.shape[:2], groups, -1)], -2)
-    weighted = torch.einsum("hrbd,hde->hrbe", basis, g)
-    normal = weighted @ basis.mT
-    residual = y - (grouped * scale + offset).flatten(-2)
-    right = (weighted * residual[..., None, :]).sum(-1)
-    ridge = _RIDGE * normal.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    change = torch.linalg.solve(normal + ridge * torch.eye(2 * groups, device=y.device), right)
+    weighted = ordered_product(basis.flatten(1, 2), g).view_as(basis)
+    sides = [*basis.unbind(-2), residual]
+    equations = torch.cat([ordered_sum(weighted * side[..., None, :]) for side in sides], -1)  # (.., 2n, 2n + 1)
+    change = _solve(equations)
     new_scale = scale + change[..., :groups, None]
     sound = torch.isfinite(change).all(-1)[..., None, None] & (new_scale > 0.25 * scale).all(-2, keepdim=True)
     return torch.where(sound, new_scale, scale), torch.where(sound, offset + change[..., groups:, None], offset)
+
+
+def _solve(equations: torch.Tensor) -> torch.Tensor:
+    """x of A x = b for positive definite A, given as [A b] (..., k, k + 1), by elimination, A with a ridge added."""
+    size = equations.shape[-2]
+    diagonal = equations.diagonal(dim1=-2, dim2=-1)
+    trace = sum(diagonal.unbind(-1), start=torch.zeros_like(diagonal[..., 0]))
+    diagonal += _RIDGE * (trace / size)[..., None]
+    for k in range(size):
+        row = equations[..., k, None, :] / equations[..., k, k, None, None]
+        equations = equations - equations[..., :, k, None] * row
+        equations[..., k, :] = row[..., 0, :]
+    return equations[..., -1]

@@ -18,8 +18,8 @@ os.environ.update(TRITON_INTERPRET="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM
 
 from vllm import LLM, SamplingParams  # noqa: E402
 
-from benchmarks.observing import Observer, Reencoding  # noqa: E402
-from benchmarks.shapes import liven, model_folder, prompts, random_sidecar  # noqa: E402
+from benchmarks.models.shapes import liven, model_folder, prompts, random_sidecar  # noqa: E402
+from gates.observing import Observer, Reencoding  # noqa: E402
 from vllm_oscar.integration import warm_up  # noqa: E402
 from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
 from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402

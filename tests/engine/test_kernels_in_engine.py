@@ -19,7 +19,7 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
     audited in every step. Keys that decoding wrote are encoded again, in whole batches of 32, a token later in the
     second layer.
 
-    Tolerances are those of benchmarks/verify_engine.py, which does the same on a GPU.
+    Tolerances are those of gates/engine.py, which does the same on a GPU.
     """
     script = Path(__file__).with_name("interpreted.py")
     done = subprocess.run(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from benchmarks.shapes import random_sidecar
+from benchmarks.models.shapes import random_sidecar
 from tests.engine.conftest import TINY, divergence
 from vllm_oscar.errors import UnsupportedError
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.shapes import random_sidecar
+from benchmarks.models.shapes import random_sidecar
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.page_layout import PageLayout

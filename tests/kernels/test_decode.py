@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.cases_decode import Case, check
+from gates.cases.decode import Case, check
 from vllm_oscar.kernels.segments import Segments, build_segments, granule, tile_tokens
 
 pytestmark = pytest.mark.kernels

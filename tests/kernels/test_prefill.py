@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.cases_prefill import Case, check
+from gates.cases.prefill import Case, check
 from vllm_oscar.kernels.history import plan
 
 pytestmark = pytest.mark.kernels

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.cases_slots import Case, check
+from gates.cases.slots import Case, check
 from vllm_oscar.errors import PoolError
 from vllm_oscar.hot_pool import HotContract, SlotTable
 from vllm_oscar.kernels.slots import hot_slot_mapping

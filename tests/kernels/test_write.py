@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from benchmarks.cases_write import Case, check
+from gates.cases.write import Case, check
 from vllm_oscar.kernels.encode_metric import Rounds
 
 pytestmark = pytest.mark.kernels

@@ -1,9 +1,10 @@
 """oscar eval MODEL: what a compressed cache costs, through the real engine: perplexity and KL to the BF16 cache on
-held-out text, needles in a haystack, greedy answers."""
+held-out text, needles in a haystack, answers."""
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,12 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", type=int, default=4, help="of each text (default: 4; 0: no texts)")
     parser.add_argument("--context", type=int, default=2048, help="tokens of a window (default: 2048)")
     parser.add_argument("--needle", type=int, nargs="+", metavar="TOKENS", default=[],
-                        help="also look for needles in haystacks of these lengths, such as 1024 2048")  # fmt: skip
-    parser.add_argument("--trials", type=int, default=4, help="needles of each length and depth (default: 4)")
+                        help="also look for needles in contexts of these lengths, such as 1024 2048")  # fmt: skip
+    parser.add_argument("--keys", type=int, nargs="+", metavar="TOKENS", default=[],
+                        help="also ask for four needles in one answer, in contexts of these lengths")  # fmt: skip
+    parser.add_argument("--copy", type=int, nargs="+", metavar="TOKENS", default=[],
+                        help="also copy UUIDs, digits and names from up to 30,000 tokens back, in contexts of these "
+                        "lengths")  # fmt: skip
+    parser.add_argument("--haystack", type=Path, metavar="FILE", help="text around needles (default: built-in prose)")
+    parser.add_argument("--trials", type=int, default=4, help="needles of each length and place (default: 4)")
     parser.add_argument("--generate", type=int, metavar="PROMPTS", default=0,
-                        help="also compare greedy answers to so many chats of 1,024 to 4,096 tokens")  # fmt: skip
+                        help="also compare answers to so many chats of 1,024 to 4,096 tokens")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most (default: 64)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers (default: 0, greedy)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="append each result as a line of JSON once it is known"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture (needs matplotlib)")
 
 
@@ -50,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from vllm_oscar.evaluation.drift import drifts
     from vllm_oscar.evaluation.generation import answer, answer_table, chat_prompts
     from vllm_oscar.evaluation.measure import measure
-    from vllm_oscar.evaluation.needle import find, needle_table, needles
+    from vllm_oscar.evaluation.needle import Haystacks, copies, find, needle_table, needles, several_keys
     from vllm_oscar.evaluation.report import HEAD, line, plot, table
     from vllm_oscar.evaluation.windows import held_out
     from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
@@ -59,7 +70,8 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError("--trials and --tokens must be 1 or more, --windows and --generate 0 or more")
     if options.plot and not options.windows:
         raise ConfigError("--plot draws the KL of texts; leave --windows 0 out")
-    fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(options.model))
+    config = AutoConfig.from_pretrained(options.model)
+    fingerprint = ModelFingerprint.of(config)
     own = Sidecar.load(find_sidecar(options.model, options.sidecar), fingerprint)
     methods = [parse(text, own) for text in options.methods]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -69,24 +81,39 @@ def run(options: argparse.Namespace) -> int:
         if options.windows
         else {}
     )
-    asked = needles(tokenizer, options.needle, options.trials) if options.needle else []
+    asked = []
+    if lengths := [*options.needle, *options.keys, *options.copy]:
+        limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+        haystacks = Haystacks(tokenizer, max(lengths), options.haystack, limit)
+        asked += needles(haystacks, options.needle, options.trials)
+        asked += several_keys(haystacks, options.keys, options.trials)
+        asked += copies(haystacks, options.copy, options.trials)
     prompts = chat_prompts(tokenizer, options.generate) if options.generate else []
 
     quality, found, answers = [], [], []
+
+    def keep(part: str, results: Sequence[Any]) -> None:
+        if options.out:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"part": part, **asdict(one)}) + "\n" for one in results)
+
     moved = drifts(options.model, own, texts)
     for drift in moved:
         _progress(str(drift))
     if texts:
         for result in measure(options.model, methods, texts):
             quality.append(result)
+            keep("texts", [result])
             _progress(f"{HEAD}\n{line(result)}  ({result.seconds:.0f} s)")
     if asked:
         for results in find(options.model, methods, asked):
             found += results
+            keep("needles", results)
             _progress(needle_table(results))
     if prompts:
-        for one in answer(options.model, methods, prompts, options.tokens):
+        for one in answer(options.model, methods, prompts, options.tokens, options.temperature):
             answers.append(one)
+            keep("answers", [one])
             _progress(answer_table([one]))
     if options.json:
         parts: dict[str, list[Any]] = {"texts": quality, "needles": found, "answers": answers, "drift": moved}

@@ -71,9 +71,7 @@ def environment() -> Iterator[Finding]:
         if (major, minor) < FIRST_GPU:
             yield Finding("device", "fail", f"{name}: refused, tensor cores for BF16 came with 8.0 (Ampere)")
         elif (major, minor) != (9, 0):
-            yield Finding(
-                "device", "warn", f"{name}: the kernels were run on 9.0 (Hopper) only; benchmarks/verify_gpu.py"
-            )
+            yield Finding("device", "warn", f"{name}: the kernels were run on 9.0 (Hopper) only; gates/kernels.py")
         else:
             yield Finding("device", "ok", name)
     else:
@@ -187,7 +185,7 @@ def _seams() -> Finding:
             "vLLM",
             "warn",
             f"{version}, every seam is as expected; on GPUs only {verified} was run: install 'vllm=={verified}.*', or "
-            "check with benchmarks/verify_engine.py",
+            "check with gates/engine.py",
         )
     return Finding("vLLM", "ok", f"{version}, every seam is as expected")
 

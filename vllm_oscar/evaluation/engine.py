@@ -8,14 +8,15 @@ hidden states and are compared in this process, some positions at a time, instea
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_oscar.errors import OscarError
 from vllm_oscar.evaluation.codecs import Codec
+from vllm_oscar.evaluation.listening import EvaluationError, Listener, segments
 from vllm_oscar.evaluation.metrics import Scores
 from vllm_oscar.evaluation.rewriting import rewrite
 from vllm_oscar.sidecar import ModelFingerprint
@@ -27,10 +28,6 @@ CHUNK = 16  # tokens that a request advances in a step
 CONCURRENT = 8  # requests side by side
 FIRST = 512  # first position that is scored: most of what it reads has left sink and window
 _POSITIONS = 256  # whose logits are compared at once
-
-
-class EvaluationError(OscarError, RuntimeError):
-    """The engine did not run the windows as asked, so that the numbers would mean something else."""
 
 
 class Recorder:
@@ -56,12 +53,10 @@ class Recorder:
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook of the model."""
-        batch = self._runner.input_batch
-        bounds = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
         ids, positions = kwargs["input_ids"].cpu(), kwargs["positions"].cpu()
         if not self.hidden.numel():
             self.hidden = torch.zeros(*self._windows.shape, output.shape[-1], dtype=output.dtype)
-        for name, start, end in zip(batch.req_ids, bounds, bounds[1:], strict=False):
+        for name, start, end in segments(self._runner):
             window = self._window(name)
             at = slice(int(positions[start]), int(positions[start]) + end - start)
             if not torch.equal(self._windows[window, at], ids[start:end].long()):
@@ -85,6 +80,21 @@ class Recorder:
             raise EvaluationError(
                 f"{int((self._times_seen != 1).sum())} tokens did not run exactly once; give the engine more KV memory"
             )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a request answered.
+
+    Attributes:
+        ids: its tokens
+        hidden: (tokens, hidden size), the state that each of them was chosen from, in the model's dtype, on the CPU
+        ended: whether the model ended it, rather than the limit of tokens
+    """
+
+    ids: list[int]
+    hidden: torch.Tensor
+    ended: bool
 
 
 @contextmanager
@@ -175,6 +185,96 @@ class Engine:
             handle.remove()
         recorder.check()
         return recorder.hidden
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        forced: Sequence[Sequence[int]] | None = None,
+        temperature: float = 0.0,
+    ) -> list[Answer]:
+        """Answer prompts, freely or with the tokens given.
+
+        Args:
+            prompts: token ids
+            tokens: of an answer, at most
+            forced: the answers' token ids, of at most `tokens` each; None: the model's own choice
+            temperature: of the choice; 0: greedy
+
+        Raises:
+            EvaluationError: a token did not run, or ran twice.
+        """
+        first = [len(prompt) - 1 for prompt in prompts]
+        with self._listening(first, forced) as listener:
+            outputs = self._run(
+                prompts, lambda i: {"max_tokens": tokens if forced is None else len(forced[i]), "seed": i,
+                                    "temperature": temperature, "ignore_eos": forced is not None}
+            )  # fmt: skip
+        answers = []
+        for number, (output, states) in enumerate(zip(outputs, listener.hidden(), strict=True)):
+            ids = list(output.token_ids)
+            if forced is not None and ids != list(forced[number]):
+                raise EvaluationError(f"request {number} answered {ids}, not {list(forced[number])}")
+            answers.append(Answer(ids, states[: len(ids)], output.finish_reason == "stop"))
+        return answers
+
+    def reread(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Read answers as if they were part of the prompts.
+
+        Args:
+            prompts, answers: token ids
+
+        Returns:
+            Of each, (answer's tokens, hidden size): the states that its tokens would be chosen from, as in `Answer`.
+        """
+        whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
+        with self._listening([len(prompt) - 1 for prompt in prompts], None) as listener:
+            self._run(whole, lambda i: {"max_tokens": 1, "temperature": 0.0})
+        return [states[: len(answer)] for states, answer in zip(listener.hidden(), answers, strict=True)]
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: Callable[[int], dict[str, Any]]) -> list[Any]:
+        """Serve requests named by their number, each with its `SamplingParams`; what vLLM put out for each."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, finished = self.llm.llm_engine, {}
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(**params(number), detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, sampling)
+        while engine.has_unfinished_requests():
+            finished.update({int(output.request_id): output.outputs[0] for output in engine.step()})
+        return [finished[number] for number in range(len(prompts))]
+
+    @contextmanager
+    def _listening(self, first: Sequence[int], forced: Sequence[Sequence[int]] | None) -> Iterator[Listener]:
+        def listen(worker: Any) -> tuple[Listener, Any, torch.nn.Module]:
+            listener = Listener(worker.model_runner, first, forced)
+            model = worker.model_runner.get_model()
+            compute = model.compute_logits
+            model.compute_logits = lambda *args, **kwargs: listener.choose(compute(*args, **kwargs))
+            return listener, model.register_forward_hook(listener, with_kwargs=True), model
+
+        listener, handle, model = self.llm.collective_rpc(listen)[0]
+        try:
+            yield listener
+        finally:
+            handle.remove()
+            del model.compute_logits  # the class's own again
+
+    def log_probabilities(self, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model thought of an answer's tokens.
+
+        Returns:
+            log probabilities, float32 (tokens,); and whether each was the likeliest, bool (tokens,). On the CPU
+        """
+        parts = []
+        for start in range(0, len(answer.ids), _POSITIONS):
+            logits = self.logits(answer.hidden[start : start + _POSITIONS]).float().log_softmax(-1)
+            ids = torch.tensor(answer.ids[start : start + _POSITIONS], device=logits.device)
+            given = logits.gather(-1, ids[:, None])[:, 0]
+            parts.append((given.cpu(), (given == logits.amax(-1)).cpu()))
+        log_probabilities, likeliest = zip(*parts, strict=True)
+        return torch.cat(log_probabilities), torch.cat(likeliest)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (positions, hidden size) -> logits (positions, vocabulary)."""

@@ -1,6 +1,6 @@
 """Decode attention over INT2, beside a BF16 decode and a kernel that only reads: microseconds a layer, as CSV.
 
-    python -m benchmarks.kernel_decode [--out decode.csv] [--quick]
+    python -m benchmarks.speed.kernel_decode [--out decode.csv] [--quick]
 
 Times are CUDA-graph replays over copies of the cache that together exceed the L2 several times. "bytes" are what has
 to be read: INT2 rows, and for tokens with a BF16 copy the copy and both sets of scale and offset words.
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.ceilings import Bf16Decode, read_pages
-from benchmarks.synthetic import transform, turning_mean
+from benchmarks.speed.ceilings import Bf16Decode, read_pages
+from gates.synthetic import transform, turning_mean
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.segments import Segments, build_segments
@@ -244,7 +244,7 @@ def main() -> None:
     options = parser.parse_args()
     name = torch.cuda.get_device_name(0)
     print(f"# {name}, torch {torch.__version__}, copy {copy_bandwidth() / 1e12:.2f} TB/s", file=sys.stderr)
-    with open(options.out or "/dev/stdout", "w") as file:
+    with open(options.out or "/dev/stdout", "w", buffering=1) as file:  # a crash costs the rows after it
         writer = csv.writer(file)
         writer.writerow(["gpu", "shape", "MB", "us", "read_us", "bf16_us", "of_peak", "of_read", "bf16_over_oscar"])
         for shape in shapes(options.quick):

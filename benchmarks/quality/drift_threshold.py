@@ -1,6 +1,6 @@
 """What `oscar eval` should warn of: how far texts are from an English calibration, and what one of their own gains.
 
-    python -m benchmarks.drift_threshold MODEL SIDECAR [--texts german ...]
+    python -m benchmarks.quality.drift_threshold MODEL SIDECAR [--texts german ...]
 
 The last two windows of each text are measured over an emulated cache, with the sidecar and with a calibration on up to
 eight windows before them (prose and code: the sidecar's own kind of text, and eight windows of other library modules).
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.emulation import cache_of, load, measure
+from benchmarks.quality.emulation import cache_of, load, measure
 from vllm_oscar.calibrate.capture import Attention, capturing
 from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.calibrate.refit import Keys, refit

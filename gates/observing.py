@@ -1,4 +1,4 @@
-"""What is watched inside a running engine: by verify_engine.py on a GPU, by tests/engine/interpreted.py without one."""
+"""What is watched inside a running engine: by gates.engine on a GPU, by tests/engine/interpreted.py without one."""
 
 import contextlib
 import copy

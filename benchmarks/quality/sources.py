@@ -1,6 +1,6 @@
 """Where the KL of an INT2 cache comes from: a table of emulated caches that leave one thing out at a time.
 
-    python -m benchmarks.quality_sources MODEL SIDECAR [--more NAME=SIDECAR ...] [--data TEXT] [--windows N]
+    python -m benchmarks.quality.sources MODEL SIDECAR [--more NAME=SIDECAR ...] [--data TEXT] [--windows N]
 
 Keys or values, thirds of the layers, sink and window, gains, 8-bit scale and offset, other calibrations (--more). A row
 takes about ten seconds a window for SmolLM2-135M on one core.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.emulation import HEAD, Cache, Stored, cache_of, exact, line, load, measure
+from benchmarks.quality.emulation import HEAD, Cache, Stored, cache_of, exact, line, load, measure
 from vllm_oscar.evaluation.windows import held_out
 from vllm_oscar.quantizer import Encoded
 from vllm_oscar.sidecar import Sidecar

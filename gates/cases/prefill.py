@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.synthetic import fill, turning_mean
+from gates.synthetic import fill, turning_mean
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.history import RestoreTables, plan
@@ -44,7 +44,7 @@ class Case:
 
 
 def check(case: Case, device: torch.device) -> str:
-    """See verify_gpu."""
+    """See gates.kernels."""
     layout = PageLayout(case.head_size, case.block_size, case.group_size)
     lengths = [before for before, _ in case.requests]
     contract = HotContract(case.sink, case.window, case.block_size)
@@ -97,7 +97,7 @@ def check(case: Case, device: torch.device) -> str:
 
 
 def gpu_cases() -> list[Case]:
-    """What verify_gpu runs."""
+    """What gates.kernels runs."""
     step = ((4099, 1), (1000, 700), (0, 333), (2600, 129), (15, 16))
     cases = [
         Case(d, g, p, step, 2, ratio, 4096, 1, 64, 256, dtype=dtype, order="head-major")

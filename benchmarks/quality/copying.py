@@ -1,9 +1,9 @@
 """How well a model copies over an INT2 cache: passages that come twice, scored on the second time.
 
-    python -m benchmarks.copying MODEL SIDECAR [SIDECAR ...]
+    python -m benchmarks.quality.copying MODEL SIDECAR [SIDECAR ...]
 
-Emulated (see benchmarks.emulation). What the model needs then is one key among all, far behind the window, and that
-token's value alone: no error averages out. Each sidecar is also measured with its keys, or its values, left exact.
+Emulated (see emulation.py). What the model needs then is one key among all, far behind the window, and that token's
+value alone: no error averages out. Each sidecar is also measured with its keys, or its values, left exact.
 """
 
 import argparse

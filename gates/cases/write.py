@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.synthetic import strided_pages, transform, turning_mean
+from gates.synthetic import strided_pages, transform, turning_mean
 from vllm_oscar.cache_layer import LS_KEY_GAIN, RowCodec
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.kernels.encode_metric import BATCH, MetricTables, ReencodeTable, encode_written, reencode, workspace
@@ -83,7 +83,7 @@ def hard_rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gener
 
 
 def check(case: Case, device: torch.device) -> str:
-    """See verify_gpu. Rows are compared with the reference, codes with what the reference makes of these rows."""
+    """See gates.kernels. Rows are compared with the reference, codes with what the reference makes of these rows."""
     generator = torch.Generator(device=device).manual_seed(case.tokens + case.head_size)
     layout, p, heads, n = case.layout, case.block_size, case.heads, case.tokens
     codecs = codec(case, KEY, generator), codec(case, VALUE, generator)
@@ -186,7 +186,7 @@ def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: Metric
 
 
 def gpu_cases() -> list[Case]:
-    """What verify_gpu runs."""
+    """What gates.kernels runs."""
     both = torch.bfloat16, torch.float16
     sizes = (64, 0), (64, 32), (80, 0), (96, 0), (128, 0), (128, 64), (128, 32), (192, 0), (256, 0)
     cases = [

@@ -88,7 +88,7 @@ class Schedule:
 
 
 def check(case: Case, device: torch.device) -> str:
-    """See verify_gpu. Every step leaves the state that the reference leaves."""
+    """See gates.kernels. Every step leaves the state that the reference leaves."""
     p, threshold, batches = case.block_size, 2, case.in_flight
     layout, contract = PageLayout(64, p), HotContract(case.sink, case.window, p)
     schedules = [
@@ -156,7 +156,7 @@ def check(case: Case, device: torch.device) -> str:
 
 
 def gpu_cases() -> list[Case]:
-    """What verify_gpu runs."""
+    """What gates.kernels runs."""
     return [
         Case(64, 256, 18, 3_500, 64, long=True),
         Case(64, 64, 64),

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """How long `oscar calibrate` takes, by the layer, and what that makes for models too large to have here.
 
-    python -m benchmarks.calibration_speed MODEL [--shapes qwen3-8b llama-70b] [--sequences 64]
+    python -m benchmarks.speed.calibration MODEL [--shapes qwen3-8b llama-70b] [--sequences 64]
 
 Checkpoints with random weights, of one and of three layers of a published shape, are calibrated with MODEL's tokenizer;
 the difference is two layers, the rest is the start. Prints a CSV line for each shape: seconds of a layer for a million
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.shapes import SHAPES, model_folder, random_weights
+from benchmarks.models.shapes import SHAPES, model_folder, random_weights
 from vllm_oscar.calibrate.__main__ import main as calibrate
 from vllm_oscar.calibrate.__main__ import parser as calibrate_parser
 

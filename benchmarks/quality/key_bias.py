@@ -1,8 +1,8 @@
 """Keys with large biases, as Qwen2 has them: SmolLM2 with a bias on some RoPE pairs, emulated or as a Qwen2 folder.
 
-    python -m benchmarks.key_bias MODEL                      a table of variants, emulated
-    python -m benchmarks.key_bias MODEL --engine [--pairs 31 20 8]           these pairs, through vLLM
-    python -m benchmarks.key_bias MODEL --write FOLDER [--pairs 31 20 8]     for `oscar calibrate` and `oscar eval`
+    python -m benchmarks.quality.key_bias MODEL                                  a table of variants, emulated
+    python -m benchmarks.quality.key_bias MODEL --engine [--pairs 31 20 8]       these pairs, through vLLM
+    python -m benchmarks.quality.key_bias MODEL --write FOLDER [--pairs 31 20 8] for `oscar calibrate` and `oscar eval`
 
 The bias b is MAGNITUDE times the rms of the head's key channels, with random signs, on both channels of the named pairs
 (31 turns slowest, 0 fastest) of every layer and head. Emulated, the cache holds BF16(k + RoPE(b, position)) and what
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.emulation import HEAD, Cache, Storage, Stored, line, load, measure
+from benchmarks.quality.emulation import HEAD, Cache, Storage, Stored, line, load, measure
 from vllm_oscar.calibrate.capture import Attention, capturing
 from vllm_oscar.calibrate.data import open_corpus, sequences
 from vllm_oscar.calibrate.refit import Keys, refit

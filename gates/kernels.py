@@ -1,8 +1,8 @@
 """Every kernel against its torch reference on this machine's GPU: one line PASS or FAIL a case.
 
-    python -m benchmarks.verify_gpu [--only decode] [--jobs 8]
+    python -m gates.kernels [--only decode] [--jobs 8]
 
-The cases come from the modules benchmarks/cases_*.py, each of which has
+The cases come from the modules of gates/cases, each of which has
 
     gpu_cases() -> list of cases, whose str() names them
     check(case, device) -> str, some figure to print; raises AssertionError where the kernel is wrong
@@ -19,8 +19,8 @@ import torch
 
 
 def modules(only: str | None) -> list[str]:
-    names = sorted(path.stem for path in Path(__file__).parent.glob("cases_*.py"))
-    return [f"benchmarks.{name}" for name in names if only is None or name == f"cases_{only}"]
+    names = sorted(path.stem for path in (Path(__file__).parent / "cases").glob("*.py"))
+    return [f"gates.cases.{name}" for name in names if only in (None, name)]
 
 
 def run(job: tuple[str, int]) -> tuple[bool, str]:
@@ -35,7 +35,7 @@ def run(job: tuple[str, int]) -> tuple[bool, str]:
     except Exception as problem:  # also what the compiler or the GPU throws: the other cases go on
         passed, detail = False, f"{type(problem).__name__}: {str(problem)[-300:]}"
     seconds = time.monotonic() - start
-    kind = name.removeprefix("benchmarks.cases_")
+    kind = name.removeprefix("gates.cases.")
     return passed, f"{'PASS' if passed else 'FAIL'} {kind:8} {detail:24} {seconds:5.1f}s  {case}"
 
 

@@ -1,0 +1,295 @@
+# mypy: disable-error-code="no-untyped-def"
+"""`encode_ls` and `encode_metric` on CPU, compiled by numba: `quantizer`'s bits without its tiny torch operations.
+
+The reference takes several torch operations for every channel, for one row as for a thousand; here a row is one loop.
+To stay equal, every operation is the reference's, in float32 and in its order; nothing is fused or reassociated (numba
+does neither unless asked). Only products that are exactly zero are left out.
+
+Importing this module raises ImportError where numba is missing; vLLM brings it.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LANES, LS_REFITS, METRIC_PASSES, STEP_OVER_STD, Encoded, Metric
+
+TOP_CODE = 3
+# numba takes Python's floats for float64
+_ZERO, _ONE, _HALF, _QUARTER, _TINY = (np.float32(number) for number in (0, 1, 0.5, 0.25, 1e-6))
+_FP16_MAX, _RIDGE_32 = np.float32(FP16_MAX), np.float32(_RIDGE)
+_LARGEST_ZERO = np.float32(2**-25)  # largest float32 that is 0 as a float16
+_NO_METRIC = np.zeros((3, 0, 0, 0), np.float32)
+
+
+def encode_ls(y: torch.Tensor, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX) -> Encoded:
+    """See quantizer.encode_ls; y lies on the CPU."""
+    return _encode(y, _NO_METRIC, group_size, gain, max_scale)
+
+
+def encode_metric(
+    y: torch.Tensor, metric: Metric, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX
+) -> Encoded:
+    """See quantizer.encode_metric; y lies on the CPU."""
+    return _encode(y, metric.stacked.numpy(), group_size, gain, max_scale)
+
+
+def _encode(y: torch.Tensor, tables: np.ndarray, group_size: int, gain: float, max_scale: float) -> Encoded:
+    """Tables of the metric encoder, or _NO_METRIC for the least-squares one."""
+    rows = y.float().reshape(-1, *y.shape[-2:]).contiguous().numpy()
+    codes = np.empty(rows.shape, np.uint8)
+    fits = np.empty((2, *rows.shape[:2], rows.shape[2] // group_size), np.float32)
+    numbers = (np.float32(x) for x in (TOP_CODE, STEP_OVER_STD, gain, max_scale))
+    saturated = _encode_rows(rows, tables, group_size, *numbers, codes, fits)
+    scale, offset = torch.from_numpy(fits).half().view(2, *y.shape[:-1], fits.shape[-1])
+    return Encoded(torch.from_numpy(codes).view(y.shape), scale, offset, torch.tensor(saturated))
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled at the first call; the result is kept for other processes where there is a folder for it."""
+    try:
+        return numba.njit(cache=True, error_model="numpy")(function)
+    except RuntimeError:  # numba found no folder that it can write
+        return numba.njit(error_model="numpy")(function)
+
+
+@_compiled
+def _sum(x, lanes):
+    lanes[:] = x[:LANES]
+    for start in range(LANES, len(x), LANES):
+        for lane in range(LANES):
+            lanes[lane] += x[start + lane]
+    return _folded(lanes)
+
+
+@_compiled
+def _dot(a, b, lanes):
+    """The sum of a * b."""
+    for lane in range(LANES):
+        lanes[lane] = a[lane] * b[lane]
+    for start in range(LANES, len(a), LANES):
+        for lane in range(LANES):
+            lanes[lane] += a[start + lane] * b[start + lane]
+    return _folded(lanes)
+
+
+@_compiled
+def _folded(lanes):
+    half = LANES // 2
+    while half > 0:
+        for lane in range(half):
+            lanes[lane] += lanes[lane + half]
+        half //= 2
+    return lanes[0]
+
+
+@_compiled
+def _mean(x, lanes):
+    return _sum(x, lanes) / np.float32(len(x))
+
+
+@_compiled
+def _product(row, table, total):
+    """total = row times table."""
+    total[:] = _ZERO
+    for i in range(len(row)):
+        if row[i] != _ZERO:
+            for j in range(len(total)):
+                total[j] += row[i] * table[i, j]
+
+
+@_compiled
+def _bounded(x, low, high):
+    """Keeps NaN."""
+    if x < low:
+        return low
+    return high if x > high else x
+
+
+@_compiled
+def _as_half(x):
+    """A finite x that fits, rounded to the nearest float16, ties to even."""
+    unit = np.float32(math.ldexp(1.0, max(math.frexp(x)[1] - 11, -24)))
+    return np.rint(x / unit) * unit
+
+
+@_compiled
+def _sanitised(row, y):
+    """Writes y; returns whether it differs from the row."""
+    changed = False
+    for i in range(len(row)):
+        y[i] = _ZERO if np.isnan(row[i]) else _bounded(row[i], -_FP16_MAX, _FP16_MAX)
+        changed = changed or y[i] != row[i]
+    return changed
+
+
+@_compiled
+def _inverse(scale):
+    return _ONE / scale if scale > _ZERO else _ZERO
+
+
+@_compiled
+def _nearest(y, scale, offset, top, code):
+    inverse = _inverse(scale)
+    for i in range(len(y)):
+        code[i] = _bounded(np.rint((y[i] - offset) * inverse), _ZERO, top)
+
+
+@_compiled
+def _initial(y, code, work, top, step, lanes):
+    mean = _mean(y, lanes)
+    for i in range(len(y)):
+        work[i] = (y[i] - mean) * (y[i] - mean)
+    scale = step * np.sqrt(_mean(work, lanes))
+    offset = mean - _HALF * top * scale
+    for _ in range(LS_REFITS):
+        _nearest(y, scale, offset, top, code)
+        code_mean = _mean(code, lanes)
+        for i in range(len(y)):
+            work[i] = code[i] - code_mean
+        energy = _dot(work, work, lanes)
+        fitted = _dot(work, y, lanes) / max(energy, _TINY)
+        if energy > _TINY and fitted > _ZERO:
+            scale = fitted
+        offset = mean - scale * code_mean
+    return scale, offset
+
+
+@_compiled
+def _sequential_pass(y, code, residual, scale, offset, table, target, top):
+    _product(residual, table, target)
+    size = len(y)
+    for i in range(size):
+        target[i] += y[i]
+    channels = size // len(scale)
+    for group in range(len(scale)):
+        inverse = _inverse(scale[group])
+        for i in range(group * channels, (group + 1) * channels):
+            code[i] = _bounded(np.rint((target[i] - offset[group]) * inverse), _ZERO, top)
+            new = y[i] - (code[i] * scale[group] + offset[group])
+            change = new - residual[i]
+            residual[i] = new
+            if change != _ZERO:
+                for j in range(i + 1, size):
+                    target[j] += change * table[i, j]
+
+
+@_compiled
+def _refit(code, residual, scale, offset, g, basis, weighted, equations, lanes):
+    """The second halves of `basis` and `weighted`, which are the same for all rows, are there already."""
+    groups = len(scale)
+    channels = len(code) // groups
+    for group in range(groups):
+        own = slice(group * channels, (group + 1) * channels)
+        basis[group, own] = code[own]
+        _product(basis[group], g, weighted[group])
+    for i in range(2 * groups):
+        for j in range(2 * groups):
+            equations[i, j] = _dot(weighted[i], basis[j], lanes)
+        equations[i, 2 * groups] = _dot(weighted[i], residual, lanes)
+    _solve(equations)
+    for group in range(groups):
+        scale_change, offset_change = equations[group, 2 * groups], equations[groups + group, 2 * groups]
+        if not (np.isfinite(scale_change) and np.isfinite(offset_change)):
+            return
+        if not scale[group] + scale_change > _QUARTER * scale[group]:
+            return
+    for group in range(groups):
+        scale[group] += equations[group, 2 * groups]
+        offset[group] += equations[groups + group, 2 * groups]
+
+
+@_compiled
+def _solve(equations):
+    """In place; the solution is the last column."""
+    size = len(equations)
+    trace = _ZERO
+    for k in range(size):
+        trace += equations[k, k]
+    ridge = _RIDGE_32 * (trace / np.float32(size))
+    for k in range(size):
+        equations[k, k] += ridge
+    for k in range(size):
+        pivot = equations[k, k]
+        for j in range(size + 1):
+            equations[k, j] /= pivot
+        for i in range(size):
+            if i != k:
+                factor = equations[i, k]
+                for j in range(size + 1):
+                    equations[i, j] -= factor * equations[k, j]
+
+
+@_compiled
+def _finish(y, code, scale, offset, gain, max_scale, lanes):
+    """Scale, offset and whether one of them overflowed; rounding to float16 is the caller's."""
+    code_mean = _mean(code, lanes)
+    wanted_scale = scale * gain
+    kept_scale = min(wanted_scale, max_scale)
+    kept_offset = offset + scale * code_mean - kept_scale * code_mean
+    overflow = wanted_scale > max_scale or abs(kept_offset) > _FP16_MAX
+    if min(abs(kept_scale), abs(scale)) <= _LARGEST_ZERO:
+        code[:] = _ZERO
+        kept_scale, kept_offset = _ZERO, _mean(y, lanes)
+    return kept_scale, _bounded(kept_offset, -_FP16_MAX, _FP16_MAX), overflow
+
+
+@_compiled
+def _encode_rows(rows, tables, group_size, top, step, gain, max_scale, codes, fits):
+    """All of it; the functions above are the reference's of the same name, for one row (or one group of one row).
+
+    Args:
+        rows: float32 (n, heads, D)
+        tables: float32 (3, heads, D, D), compensation, descent and G; without heads: the least-squares encoder
+        top: largest code
+        step: first scale of a row, in standard deviations
+        codes, fits: the results, uint8 (n, heads, D) and float32 (2, n, heads, groups)
+
+    Returns:
+        int, saturated rows
+    """
+    count, heads, size = rows.shape
+    groups = size // group_size
+    metric = tables.shape[1] > 0
+    y, code, residual, work = np.empty((4, size), np.float32)
+    scale, offset = np.empty((2, groups), np.float32)
+    basis, weighted = np.zeros((2, 2 * groups, size), np.float32)
+    equations = np.empty((2 * groups, 2 * groups + 1), np.float32)
+    lanes = np.empty(LANES, np.float32)
+    saturated = 0
+    for head in range(heads):
+        if metric:
+            for group in range(groups):
+                basis[groups + group, group * group_size : (group + 1) * group_size] = _ONE
+                _product(basis[groups + group], tables[2, head], weighted[groups + group])
+        for number in range(count):
+            bad = _sanitised(rows[number, head], y)
+            for group in range(groups):
+                own = slice(group * group_size, (group + 1) * group_size)
+                scale[group], offset[group] = _initial(y[own], code[own], work[own], top, step, lanes)
+            if metric:
+                residual[:] = _ZERO
+                for passed in range(METRIC_PASSES + 1):
+                    _sequential_pass(y, code, residual, scale, offset, tables[min(passed, 1), head], work, top)
+                    _refit(code, residual, scale, offset, tables[2, head], basis, weighted, equations, lanes)
+                    for i in range(size):
+                        residual[i] = y[i] - (code[i] * scale[i // group_size] + offset[i // group_size])
+            for group in range(groups):
+                own = slice(group * group_size, (group + 1) * group_size)
+                if not metric:
+                    scale[group] = _as_half(min(scale[group], _FP16_MAX))
+                    offset[group] = _as_half(_bounded(offset[group], -_FP16_MAX, _FP16_MAX))
+                    _nearest(y[own], scale[group], offset[group], top, code[own])
+                kept_scale, kept_offset, overflow = _finish(
+                    y[own], code[own], scale[group], offset[group], gain, max_scale, lanes
+                )
+                fits[0, number, head, group], fits[1, number, head, group] = kept_scale, kept_offset
+                bad = bad or overflow
+            for channel in range(size):
+                codes[number, head, channel] = np.uint8(code[channel])
+            saturated += bad
+    return saturated
