@@ -2,7 +2,7 @@
 
 import json
 import struct
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import transformers
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.evaluation import sizing
 from vllm_oscar.evaluation.sizing import GB, Cache, Model, capacity, weight_bytes
+from vllm_oscar.sidecar import ModelFingerprint, Sidecar
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
 QWEN3_4B = {
@@ -78,9 +79,12 @@ def test_states_of_linear_attention_are_vllms() -> None:
 
 
 def test_layers_in_16_bits_count_as_such() -> None:
-    model = qwen3_4b(in_16_bits=2)
+    whole = Sidecar.hadamard(ModelFingerprint("qwen3", 36, 32, 8, 128, {}))
+    layers = {index: layer for index, layer in whole.layers.items() if index not in (0, 35)}
+    model = qwen3_4b(sidecar=replace(whole, layers=layers, absent=(0, 35)))
     assert model.int2.token == 34 * 576 + 2 * 4096
-    assert model.slot * 36 == qwen3_4b().slot * 34, "and have no copies"
+    assert model.bf16 == qwen3_4b().bf16
+    assert model.slot * 36 == qwen3_4b().slot * 34, "they have no copies"
 
 
 @pytest.mark.parametrize(("weights", "gpus"), [(8, 1), (18, 2), (141, 8)])

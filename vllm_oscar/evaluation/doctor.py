@@ -122,7 +122,7 @@ def sizes(name: str, config: Any, sidecar: Sidecar | None) -> Iterator[Finding]:
     try:
         options = OscarConfig.parse(None)
         weights, unknown = _weights(name, config)
-        model = Model.of(config, weights, sidecar.group_size if sidecar else 0, len(sidecar.absent) if sidecar else 0)
+        model = Model.of(config, weights, sidecar)
     except OscarError as error:
         yield Finding("memory", "fail", str(error))
         return

@@ -2,6 +2,8 @@
 
 import json
 import struct
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from vllm_oscar.config import OscarConfig
 from vllm_oscar.hot_pool import HotContract, HotPool
 from vllm_oscar.integration.seams import LARGE, MAX_NUM_SEQS, MAX_NUM_SEQS_SMALL
 from vllm_oscar.page_layout import PageLayout
-from vllm_oscar.sidecar import ModelFingerprint
+from vllm_oscar.sidecar import ModelFingerprint, Sidecar
 
 GB = 10**9
 GPUS = (24, 48, 80, 141)  # GB
@@ -57,13 +59,12 @@ class Model:
     slot: int
 
     @classmethod
-    def of(cls, hf_config: Any, weights: int, group_size: int = 0, in_16_bits: int = 0) -> "Model":
+    def of(cls, hf_config: Any, weights: int, sidecar: Sidecar | None = None) -> "Model":
         """By a transformers configuration.
 
         Args:
             weights: bytes of the checkpoint
-            group_size: of the sidecar
-            in_16_bits: layers that are not packed
+            sidecar: says which layers have 16 bits, and how the others are packed; None: all, as calibration does it
 
         Raises:
             UnsupportedError, ConfigError: the model has no INT2 cache.
@@ -71,27 +72,28 @@ class Model:
         model = ModelFingerprint.of(hf_config)
         config = hf_config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * model.num_layers
-        sliding = kinds.count("sliding_attention")
-        recurrent = kinds.count("linear_attention")
-        full = model.num_layers - sliding - recurrent
         context = config.max_position_embeddings
         kept = min(context, getattr(config, "sliding_window", None) or context)
-        states = recurrent * _state_bytes(config) if recurrent else 0
-        layout = PageLayout(model.head_size, BLOCK, group_size)
+        states = _state_bytes(config) * kinds.count("linear_attention") if "linear_attention" in kinds else 0
+        elements = 2 * model.num_kv_heads * model.head_size  # of a token in a layer
+        layout = PageLayout(model.head_size, BLOCK, sidecar.group_size if sidecar else 0)
+        absent = sidecar.absent if sidecar else ()
+        packed = [index not in absent and kind != "linear_attention" for index, kind in enumerate(kinds)]
 
-        def cache(packed: int, others: int = 0) -> Cache:
-            """By the bytes of a token of one layer; `others` of them have 16 bits."""
-            return Cache((full - others) * packed + others * 2 * elements, kept * sliding * packed + states)
+        def cache(layer: Callable[[int], int]) -> Cache:
+            """By the bytes of a token in each layer."""
+            bytes_of = Counter[str]()
+            for index, kind in enumerate(kinds):
+                bytes_of[kind] += layer(index)
+            return Cache(bytes_of["full_attention"], kept * bytes_of["sliding_attention"] + states)
 
-        elements = 2 * model.num_kv_heads * model.head_size
-        slot = HotPool.slot_bytes(layout, model.num_kv_heads, torch.bfloat16)
         return cls(
             weights,
             context,
-            int2=cache(model.num_kv_heads * layout.token_bytes, in_16_bits),
-            fp8=cache(elements),
-            bf16=cache(2 * elements),
-            slot=(full + sliding - in_16_bits) * slot,
+            int2=cache(lambda index: model.num_kv_heads * layout.token_bytes if packed[index] else 2 * elements),
+            fp8=cache(lambda index: elements),
+            bf16=cache(lambda index: 2 * elements),
+            slot=sum(packed) * HotPool.slot_bytes(layout, model.num_kv_heads, torch.bfloat16),
         )
 
 
