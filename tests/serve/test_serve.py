@@ -178,8 +178,7 @@ def test_the_workers_counters_are_in_the_servers_metrics(server: Server, client:
     assert values["pool_blocks"] == 72
     assert 0 < values["used_blocks"] <= 72
     assert values["window_tokens"] == 48
-    assert values["int2_reads_total"] > 1000
-    assert values["bf16_reads_total"] > values["int2_reads_total"]
+    assert min(values["int2_reads_total"], values["bf16_reads_total"]) > 1000
     assert values["shrunk_steps_total"] == values["int2_sink_reads_total"] == values["saturated_rows_total"] == 0
 
 

@@ -87,6 +87,12 @@ def test_a_failed_calibration_is_the_reason(model: str, options: str, reason: st
     assert not cached_path(model).exists()
 
 
+def test_a_cache_that_cannot_be_written_is_the_reason(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
+    with pytest.raises(CalibrationError, match=r"no place for a sidecar .*vllm_oscar.*: set XDG_CACHE_HOME to"):
+        calibrate_missing(asked_for(model))
+
+
 def test_a_configuration_that_the_engine_changes_is_refused_before_a_calibration(model: str) -> None:
     """Its sidecar might be refused after minutes, and at every further start."""
     overrides = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}

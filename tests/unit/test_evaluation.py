@@ -617,6 +617,13 @@ def test_a_command_that_fails_says_why_and_exits_1(tmp_path: Path, capsys: pytes
     assert "no such file" in captured.err
 
 
+@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv_cache_dtype=fp8"]], ids=str)
+def test_serve_is_for_this_cache(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What it does else: tests/serve/test_serve.py."""
+    assert cli.main(["serve", "model", "--max-num-seqs", "4", *words]) == 1
+    assert capsys.readouterr().err.endswith("oscar; use vllm serve for fp8\n")
+
+
 def test_calibrate_is_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["calibrate", "--help"])

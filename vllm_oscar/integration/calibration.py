@@ -77,9 +77,18 @@ def _one_at_a_time(out: Path) -> Iterator[int]:
 
     Yields:
         The descriptor: a process that inherits it holds the lock until it ends.
+
+    Raises:
+        CalibrationError: there is no place for it.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with out.with_name(f"{out.name}.lock").open("w") as file:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = out.with_name(f"{out.name}.lock").open("w")
+    except OSError as error:
+        raise CalibrationError(
+            f"no place for a sidecar ({error}): set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
