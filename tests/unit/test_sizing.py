@@ -87,6 +87,10 @@ def test_layers_in_16_bits_count_as_such() -> None:
     assert model.slot * 36 == qwen3_4b().slot * 34, "they have no copies"
 
 
+def test_gpus_too_small_for_anything_have_an_answer_too() -> None:
+    assert capacity(qwen3_4b(), 2, OscarConfig()).gpus == 16
+
+
 @pytest.mark.parametrize(("weights", "gpus"), [(8, 1), (18, 2), (141, 8)])
 def test_as_many_gpus_as_the_weights_need(weights: int, gpus: int) -> None:
     found = capacity(qwen3_4b(weights * GB), 24, OscarConfig())

@@ -20,6 +20,7 @@ GB = 10**9
 GPUS = (24, 48, 80, 141)  # GB
 UTILISATION = 0.9  # --gpu-memory-utilization; a little below what vLLM takes where it is not given
 OVERHEAD = 2 * GB  # of each GPU: activations, CUDA graphs, NCCL; a guess, as only an engine can measure it
+LONG = 32768  # tokens of a request where a configuration does not say how long one may be
 BLOCK = 64  # tokens of a block on GPUs
 
 
@@ -72,7 +73,7 @@ class Model:
         model = ModelFingerprint.of(hf_config)
         config = hf_config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * model.num_layers
-        context = config.max_position_embeddings
+        context = getattr(config, "max_position_embeddings", None) or LONG
         kept = min(context, getattr(config, "sliding_window", None) or context)
         states = _state_bytes(config) * kinds.count("linear_attention") if "linear_attention" in kinds else 0
         elements = 2 * model.num_kv_heads * model.head_size  # of a token in a layer
@@ -120,7 +121,8 @@ class Capacity:
 
 def capacity(model: Model, gpu: int, options: OscarConfig) -> Capacity:
     """Of GPUs with `gpu` GB: as many as the weights need."""
-    each = UTILISATION * gpu * GB - OVERHEAD
+    usable = UTILISATION * gpu * GB
+    each = usable - min(OVERHEAD, usable / 2)
     gpus = 1
     while gpus * each - model.weights < 0.1 * gpus * each:  # less than that is no room to serve in
         gpus *= 2
