@@ -29,7 +29,7 @@ def model(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def asked_for(model: str, **changes: Any) -> Any:
     """The part of vLLM's ModelConfig that is looked at."""
-    usual = {"model": model, "revision": None, "trust_remote_code": False, "hf_overrides": {}}
+    usual: dict[str, Any] = {"model": model, "revision": None, "trust_remote_code": False, "hf_overrides": {}}
     return SimpleNamespace(**(usual | changes))
 
 

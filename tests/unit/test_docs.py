@@ -116,7 +116,7 @@ def test_the_site_has_every_page_link_and_block(tmp_path: Path) -> None:
     """MkDocs ends with an error for a link or an anchor that leads nowhere, and for a page that no menu leads to; its
     Markdown is not quite that of others, so that a block could become prose."""
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", tmp_path]
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for page in PAGES:

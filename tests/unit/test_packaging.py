@@ -84,8 +84,8 @@ def empty_environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         for top in tops - {"__pycache__"}:
             if not (site / top).exists():
                 (site / top).symlink_to(distribution.locate_file(top))  # type: ignore[arg-type]
-    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python"]
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel], check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python")]
+    subprocess.run([*pip, "install", "--no-deps", "--no-index", str(wheel)], check=True, capture_output=True)
     return folder / "bin"
 
 
