@@ -14,7 +14,7 @@ class UnsupportedError(OscarError, NotImplementedError):
 
 
 class CalibrationError(OscarError, RuntimeError):
-    """What was calibrated is not the model that the checkpoint holds: nothing is written."""
+    """A calibration failed, or is not of the model that the checkpoint holds: nothing was written."""
 
 
 class VllmVersionError(OscarError, RuntimeError):
@@ -23,10 +23,6 @@ class VllmVersionError(OscarError, RuntimeError):
 
 class PoolError(OscarError, RuntimeError):
     """A rule of the BF16 pool is broken: a bug. Most rules are checked by an audit (VLLM_OSCAR_AUDIT=1) only."""
-
-
-class CalibrationError(OscarError, RuntimeError):
-    """A calibration that the start of an engine asked for failed. The message is its reason."""
 
 
 class SidecarError(OscarError, ValueError):
