@@ -14,7 +14,7 @@ class UnsupportedError(OscarError, NotImplementedError):
 
 
 class CalibrationError(OscarError, RuntimeError):
-    """A calibration failed, or what was calibrated is not the model that the checkpoint holds: nothing is written."""
+    """A calibration failed, or is not of the model that the checkpoint holds: nothing was written."""
 
 
 class VllmVersionError(OscarError, RuntimeError):
