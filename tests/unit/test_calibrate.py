@@ -1,6 +1,7 @@
 """Calibration against brute force, streaming against a whole model, resuming, data formats, model families."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -295,6 +297,72 @@ def test_killed_runs_go_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest
     assert len(passes) < 9  # of 3 layers x 3 sequences: finished layers are not done again
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "undisturbed").read_bytes()
     assert not (tmp_path / "killed.state").exists()
+
+
+def test_two_calibrations_do_not_share_a_state(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    """Neither of the same job nor of another: each would read what the other writes."""
+    folder = tmp_path / "a.state"
+    with State(folder, {"data": 1}) as state:
+        state.finish(-1)
+        for data in (1, 2):
+            with pytest.raises(errors.ConfigError, match="another calibration is at work"):
+                State(folder, {"data": data})
+        assert main(command(checkpoint, tmp_path / "a")) == 1
+        assert "wait for it, or take another --out" in capsys.readouterr().err
+        assert state.done == 0 and (folder / "job.json").exists()
+    assert main(command(checkpoint, tmp_path / "a")) == 0
+    assert not folder.exists()
+
+
+def killed_after_one_layer(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    finish = State.finish
+
+    def killed(self: State, layer: int, *rest: Any) -> None:
+        finish(self, layer, *rest)
+        if layer == 0:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_goes_on_over_the_same_weights_only(
+    replaced: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint that is replaced in between, by one of the same names and sizes, is calibrated anew."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    killed_after_one_layer(monkeypatch, command(model, tmp_path / "a"))
+    if replaced:
+        file = model / "model.safetensors"
+        weights = {name: -tensor if "v_proj" in name else tensor for name, tensor in load_file(file).items()}
+        save_file(weights, file, {"format": "pt"})
+    with caplog.at_level("INFO"):
+        assert main(command(model, tmp_path / "a")) == 0
+    assert ("going on after 1 layers" in caplog.text) != replaced
+    assert main(command(model, tmp_path / "anew")) == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "anew").read_bytes()
+
+
+def test_weights_that_change_under_a_run_leave_no_sidecar(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    finish = State.finish
+
+    def replacing(self: State, layer: int, *rest: Any) -> None:
+        finish(self, layer, *rest)
+        if layer == 2:
+            save_file(load_file(model / "model.safetensors"), model / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr(State, "finish", replacing)
+    assert main(command(model, tmp_path / "a")) == 1
+    assert "was changed while it was calibrated" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
 
 
 def output_error(a: Attention, layer: LayerCalibration, far: FarSet) -> float:

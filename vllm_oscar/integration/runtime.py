@@ -6,6 +6,7 @@ a process may hold several engines and nothing of ours is global.
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,7 +64,7 @@ class OscarRuntime:
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        self.config, self.sidecar, path = asked_for(vllm_config)
+        self.config, self.sidecar, path = asked_for(vllm_config, rank_heads)
         choose_block_size(vllm_config.cache_config)
         self.vllm_config = vllm_config
         self._log_sidecar(path)
@@ -121,17 +122,13 @@ class OscarRuntime:
 
     def calibration(self, index: int, num_kv_heads: int, device: torch.device) -> LayerCalibration:
         """This rank's KV heads of a layer, on its device."""
-        layer = self.sidecar.layers.get(index)
-        if layer is None:
+        if index not in self.sidecar.layers:
             raise UnsupportedError(
                 f"layer {index} was left out of the calibration: keep it in BF16 with "
                 f"--kv-cache-dtype-skip-layers {index}"
             )
-        total, ranks = self.sidecar.fingerprint.num_kv_heads, get_tensor_model_parallel_world_size()
-        rank = get_tensor_model_parallel_rank()
-        # with fewer KV heads than ranks, neighbouring ranks hold copies of one head
-        start = rank * num_kv_heads if total >= ranks else rank * total // ranks
-        return layer.shard(start, start + num_kv_heads, device)
+        heads = rank_heads(self.sidecar.fingerprint)
+        return self.sidecar.shard(index, range(heads.start, heads.start + num_kv_heads), device)
 
     def plan_pool(self, device: torch.device) -> None:
         """Decide how many slots every layer gets. Called by the first layer after the weights are loaded.
@@ -324,9 +321,22 @@ def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:
     return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), OscarImpl)]
 
 
-def asked_for(vllm_config: "VllmConfig") -> tuple[OscarConfig, Sidecar, Path | None]:
+def rank_heads(fingerprint: ModelFingerprint) -> range:
+    """KV heads of this tensor-parallel rank; with fewer than ranks, neighbouring ranks hold copies of one."""
+    total, ranks = fingerprint.num_kv_heads, get_tensor_model_parallel_world_size()
+    count = max(1, total // ranks)
+    start = get_tensor_model_parallel_rank() * total // ranks
+    return range(start, start + count)
+
+
+def asked_for(
+    vllm_config: "VllmConfig", held: Callable[[ModelFingerprint], range]
+) -> tuple[OscarConfig, Sidecar, Path | None]:
     """An engine's options, its sidecar, and the sidecar's file if there is one. The workers call this, and before them
     the process that starts them: there an error is the last thing that a failed start prints.
+
+    Args:
+        held: which KV heads of the sidecar stay in memory
 
     Raises:
         UnsupportedError, ConfigError, SidecarError: what cannot be served, and what to do.
@@ -338,7 +348,7 @@ def asked_for(vllm_config: "VllmConfig") -> tuple[OscarConfig, Sidecar, Path | N
     if options.rotation == "hadamard":
         return options, Sidecar.hadamard(fingerprint), None
     path = find_sidecar(model.model, options.sidecar, model.revision)
-    return options, Sidecar.load(path, fingerprint), path
+    return options, Sidecar.load(path, fingerprint, held(fingerprint)), path
 
 
 def calibrate_if_missing(vllm_config: "VllmConfig") -> None:
