@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.conftest import Server, linked
+from vllm_oscar import cli
+from vllm_oscar.evaluation.needle import DEPTHS
 
 pytestmark = pytest.mark.serve
 QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -37,7 +40,7 @@ def server(model_path: Path, cache: Path, tmp_path_factory: pytest.TempPathFacto
         server = Server(
             model, tmp_path_factory.mktemp("log") / "serve.log",
             {"sink": 16, "window": 48, "calibrate": "--sequences 1 --length 1024"},
-            "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+            "--max-model-len", 1280, "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
             command=["oscar", "serve"],
         )  # fmt: skip
     server.wait_until_ready()
@@ -219,9 +222,37 @@ def test_prometheus_reads_the_metrics_and_the_dashboard_asks_for_what_is_there(s
 def test_errors_leave_the_server_alive(client: Any) -> None:
     from openai import BadRequestError
 
-    with pytest.raises(BadRequestError, match="512"):
-        client.completions.create(model="small", prompt="word " * 600, max_tokens=6)
+    with pytest.raises(BadRequestError, match="1280"):
+        client.completions.create(model="small", prompt="word " * 1300, max_tokens=6)
     assert client.completions.create(model="small", prompt="One, two,", max_tokens=2, temperature=0).choices
+
+
+def test_oscar_eval_asks_a_running_server(
+    server: Server, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Needles, each behind its haystack sent before; and a chat, asked twice: what is first is the reference."""
+    picture = tmp_path / "needles.png"
+    url = f"http://127.0.0.1:{server.port}"
+    asked = f"--server ours={url} --needle 1024 --trials 1 --generate 1 --tokens 8 --json --plot {picture}"
+    assert cli.main(["eval", str(model_path), *asked.split()]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [(r["method"], r["depth"], r["asked"], r["log_p"]) for r in report["needles"]] == [
+        ("ours", depth, 1, None) for depth in DEPTHS
+    ]
+    # over any cache the model answers with one of the four numbers, and guessing right four times is rare
+    assert sum(r["right"] for r in report["needles"]) >= 1
+    (answers,) = report["answers"]
+    assert (answers["method"], answers["prompts"], answers["tokens"], answers["kl"]) == ("ours", 1, 8, [None] * 4)
+    assert answers["agreed"] >= 1  # greedy, both times
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_oscar_eval_names_a_server_that_does_not_answer(model_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    assert cli.main(["eval", str(model_path), "--server", url, "--needle", "1024"]) == 1
+    assert f"no model answers at {url}/v1/models" in capsys.readouterr().err
 
 
 def test_shutdown_is_clean(server: Server) -> None:

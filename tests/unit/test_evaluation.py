@@ -34,13 +34,12 @@ from vllm_oscar.evaluation.needle import (
     Key,
     Needle,
     copies,
-    needle_table,
     needles,
     says,
     several_keys,
     summarised,
 )
-from vllm_oscar.evaluation.report import line, plot, table
+from vllm_oscar.evaluation.report import heat_map, line, needle_table, plot, table
 from vllm_oscar.evaluation.rewriting import Rewriter
 from vllm_oscar.evaluation.texts import TEXTS, chats, open_text
 from vllm_oscar.evaluation.windows import held_out
@@ -889,15 +888,20 @@ def test_the_first_number_is_the_answer(text: str, right: bool) -> None:
     assert says(text, "12345") == right
 
 
+def test_a_string_is_right_where_it_is_said() -> None:
+    assert says(" the function merge_remote_cache_flush.", "merge_remote_cache_flush")
+    assert not says(" merge_remote_cache.", "merge_remote_cache_flush")
+
+
 def test_cells_have_means_and_standard_errors() -> None:
-    key = [Key("needle", depth, 100, 0, 4) for depth in (0.1, 0.5)]
-    needle = Needle(1024, [], [], key)
+    key = [Key("needle", depth, 100, "The code for Lisbon is", "4821", 0, 4) for depth in (0.1, 0.5)]
+    needle = Needle(1024, [], 0, [], key)
     scores = [(needle, key[0], -1.0, True), (needle, key[1], -5.0, False), (needle, key[0], -3.0, False)]
-    first, second = summarised(parse("int4", calibrated()), scores)
+    first, second = summarised("int4", 4.5, True, scores)
     assert first == Found("int4", 4.5, True, "needle", 1024, 0.1, 100, right=1, asked=2, log_p=-2, log_p_error=1)
     assert (second.depth, second.right, second.log_p, second.log_p_error) == (0.5, 0, -5.0, None)
-    (unknown,) = summarised(parse("int4", calibrated()), [(needle, key[0], None, True)])
-    assert (unknown.right, unknown.log_p) == (1, None)
+    (unknown,) = summarised("server", None, False, [(needle, key[0], None, True)])
+    assert (unknown.right, unknown.bits, unknown.log_p) == (1, None, None)
 
 
 def test_needle_table_has_a_line_for_each_method_and_length() -> None:
@@ -907,13 +911,13 @@ def test_needle_table_has_a_line_for_each_method_and_length() -> None:
         for length in (1024, 2048)
         for depth in (0.1, 0.5)
     ]
-    found.append(Found("oscar", 2.5, False, "uuid", 2048, 0.9, 2000, 1, 2, None, None))
+    found.append(Found("server", None, False, "uuid", 2048, 0.9, 2000, 1, 2, None, None))
     rows = [line.split() for line in needle_table(found).splitlines()]
     assert rows[0] == ["needle", "bits", "length", "at", "10%", "at", "50%", "all", "+-", "log", "p", "+-"]
     assert rows[2] == ["bf16", "16.00", "1024", "4/4", "-0.50", "4/4", "-0.50", "100%", "0%", "-0.500", "0.212"]
     # of 8, three quarters right: a standard error of sqrt(3/4 1/4 / 8); two cells' errors of 0.3: 0.3 / sqrt(2)
     assert ["oscar", "2.50", "2048", "3/4", "-1.25", "3/4", "-1.25", "75%", "15%", "-1.250", "0.212"] in rows
-    assert rows[-1] == ["oscar", "2.50", "2048", "1/2", "50%", "35%"]
+    assert rows[-1] == ["server", "-", "2048", "1/2", "50%", "35%"]
     assert rows[-3][3:5] == ["2,000", "back"]
 
 
@@ -921,14 +925,27 @@ def answered(*ids: int, ended: bool = True) -> Answer:
     return Answer(list(ids), torch.empty(len(ids), 0), ended)
 
 
+def test_heat_map_draws_every_kind_and_method(tmp_path: Path) -> None:
+    path = tmp_path / "needles.png"
+    found = [
+        Found(name, 2.5, False, kind, length, depth, round(length * (1 - depth)), 3, 4, log_p, 0.1)
+        for name, log_p in (("bf16", -0.1), ("server", None))
+        for kind in ("needle", "uuid")
+        for length in (1024, 2048)
+        for depth in DEPTHS
+    ]
+    heat_map(found, path)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
 def test_answers_are_compared_to_the_first_difference() -> None:
-    int4, reference = parse("int4", calibrated()), [[1, 2, 3], [1, 2, 3], [1, 2]]
+    int4, reference = ("int4", 4.5, True), [[1, 2, 3], [1, 2, 3], [1, 2]]
     others = [answered(1, 2, 3), answered(1, 2, 4), answered(1, 2, 9, ended=False)]
-    scored = compared(int4, reference, others, [torch.zeros(3)] * 3, tokens=4)
+    scored = compared(*int4, reference, others, [torch.zeros(3)] * 3, tokens=4)
     assert (scored.method, scored.bits, scored.emulated) == ("int4", 4.5, True)
     assert (scored.equal, scored.agreed, scored.prompts, scored.endless) == (1 / 3, 7 / 3, 3, 1)
-    longer = compared(int4, [[1, 2]], [answered(1, 2, 3)], [torch.zeros(3)], tokens=4)
-    assert (longer.equal, longer.agreed) == (0, 2)
+    longer = compared(*int4, [[1, 2]], [answered(1, 2, 3)], [], tokens=4)
+    assert (longer.equal, longer.agreed, longer.kl) == (0, 2, [None] * 4)
     row = answer_table([scored]).splitlines()[2].split()
     assert row == ["int4*", "4.50", "33%", "2.3", "1/3", "0.0%", *["0.0000", "+-0.0000"] * 3, "-"]
 
@@ -937,7 +954,7 @@ def test_answers_kl_is_a_mean_over_tokens_in_each_quarter() -> None:
     """Answers of 8 and of 3 tokens: of the first quarter both have two, of the second 2 and 1, later ones one has."""
     kl = [torch.tensor([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]), torch.tensor([3.0, 3.0, 8.0])]
     others = [answered(*range(8), ended=False), answered(*range(3))]
-    scored = compared(parse("int4", calibrated()), [[], []], others, kl, tokens=8)
+    scored = compared("int4", 4.5, True, [[], []], others, kl, tokens=8)
     assert scored.kl == [2, 4, 3, 4]
     # residuals of the sums: 2 - 2 x 2, 6 - 2 x 2; and 4 - 4 x 2, 8 - 4 x 1
     assert scored.kl_error[:2] == pytest.approx([8**0.5 * 2**0.5 / 4, 32**0.5 * 2**0.5 / 3])

@@ -19,6 +19,8 @@ from vllm_oscar.evaluation.engine import Answer, Engine
 from vllm_oscar.evaluation.measure import running
 from vllm_oscar.evaluation.methods import BF16, Method
 from vllm_oscar.evaluation.metrics import Scores
+from vllm_oscar.evaluation.report import bits_of
+from vllm_oscar.evaluation.texts import Chat
 
 CONTEXTS = (1024, 2048, 4096)  # tokens of the prompts, in turn
 _QUESTIONS = {
@@ -41,7 +43,7 @@ class Answers:
     """A method's answers, beside those over BF16.
 
     Attributes:
-        method, bits: its name, and what it stores for an element
+        method, bits: its name, and what it stores for an element; None where not known
         emulated: whether its values were put into vLLM's BF16 cache
         equal: share of the answers that are the same to the last token
         agreed: mean number of tokens before the first difference (all of them, where there is none)
@@ -53,7 +55,7 @@ class Answers:
     """
 
     method: str
-    bits: float
+    bits: float | None
     emulated: bool
     equal: float
     agreed: float
@@ -65,17 +67,11 @@ class Answers:
     kl_error: list[float | None]
 
 
-def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    """Questions about passages of held-out prose and code in turn, as token ids of about 1,024, 2,048 and 4,096 tokens.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError("--generate needs a tokenizer with a chat template; leave it out")
+def chats(tokenizer: Any, count: int) -> list[Chat]:
+    """Questions about passages of held-out prose and code in turn, of about 1,024, 2,048 and 4,096 tokens."""
     texts = {kind: tokenizer(builtin_text("held_out", kind), verbose=False).input_ids for kind in _QUESTIONS}
     read = dict.fromkeys(_QUESTIONS, 0)
-    prompts = []
+    asked = []
     for number in range(count):
         kind = list(_QUESTIONS)[number % len(_QUESTIONS)]
         question = _QUESTIONS[kind][number // len(_QUESTIONS) % len(_QUESTIONS[kind])]
@@ -83,10 +79,21 @@ def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
         start = read[kind] % (len(texts[kind]) - length)
         read[kind] += length
         passage = tokenizer.decode(texts[kind][start : start + length])
-        chat = [{"role": "user", "content": f"{passage}\n\n{question}"}]
-        prompts.append(tokenizer(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True),
-                                 add_special_tokens=False).input_ids)  # fmt: skip
-    return prompts
+        asked.append([{"role": "user", "content": f"{passage}\n\n{question}"}])
+    return asked
+
+
+def chat_prompts(tokenizer: Any, count: int) -> list[list[int]]:
+    """The same as token ids.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("--generate needs a tokenizer with a chat template; leave it out")
+    rendered = (tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+                for chat in chats(tokenizer, count))  # fmt: skip
+    return [list(tokenizer(text, add_special_tokens=False).input_ids) for text in rendered]
 
 
 def answer(
@@ -114,7 +121,7 @@ def answer(
         with running(model, BF16, context, _CHUNK, concurrent) as engine:
             reread = engine.reread(prompts, [one.ids for one in others])
             kl = [divergence(engine, one, states) for one, states in zip(others, reread, strict=True)]
-        yield compared(method, reference, others, kl, tokens)
+        yield compared(method.name, method.bits, method.codec is not None, reference, others, kl, tokens)
 
 
 def divergence(engine: Engine, answer: Answer, reference: torch.Tensor) -> torch.Tensor:
@@ -132,14 +139,21 @@ def divergence(engine: Engine, answer: Answer, reference: torch.Tensor) -> torch
 
 
 def compared(
-    method: Method, reference: Sequence[list[int]], others: Sequence[Answer], kl: Sequence[torch.Tensor], tokens: int
+    name: str,
+    bits: float | None,
+    emulated: bool,
+    reference: Sequence[list[int]],
+    others: Sequence[Answer],
+    kl: Sequence[torch.Tensor],
+    tokens: int,
 ) -> Answers:
     """Score answers.
 
     Args:
+        name, bits, emulated: of the method
         reference: BF16's answers, token ids each
         others: the method's
-        kl: of each of these, KL to BF16 at each token
+        kl: of each of these, KL to BF16 at each token; none where not known
         tokens: of an answer, at most
     """
     pairs = list(zip(reference, (one.ids for one in others), strict=True))
@@ -149,9 +163,9 @@ def compared(
     bounds = [tokens * part // _PARTS for part in range(_PARTS + 1)]
     quarters = [_mean([one[a:b] for one in kl if len(one) > a]) for a, b in pairwise(bounds)]
     return Answers(
-        method.name,
-        method.bits,
-        method.codec is not None,
+        name,
+        bits,
+        emulated,
         sum(one == other for one, other in pairs) / len(pairs),
         sum(agreed) / len(agreed),
         len(pairs),
@@ -191,7 +205,7 @@ def answer_table(results: Sequence[Answers]) -> str:
     head += "".join(f"{f'KL {a}-{b}':>20}" for a, b in pairwise(bounds))
     lines = [head, "-" * len(head)]
     for r in results:
-        line = f"{r.method + '*' * r.emulated:<14}{r.bits:>6.2f}{r.equal:>8.0%}{r.agreed:>9.1f}"
+        line = f"{r.method + '*' * r.emulated:<14}{bits_of(r.bits):>6}{r.equal:>8.0%}{r.agreed:>9.1f}"
         line += f"{f'{r.endless}/{r.prompts}':>9}{r.repeated:>10.1%}"
         lines.append(line + "".join(f"{_with_error(*one):>20}" for one in zip(r.kl, r.kl_error, strict=True)))
     return "\n".join([*lines, f"{r.prompts} prompts, at most {r.tokens} tokens each", *_NOTES])

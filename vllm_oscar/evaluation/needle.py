@@ -15,7 +15,7 @@ counts as right.
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,8 +30,10 @@ from vllm_oscar.evaluation.measure import running
 from vllm_oscar.evaluation.methods import BF16, Method
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7)  # of the needle: outside sink and window from 1,024 tokens on
+BY_DEPTH = ("needle", "keys")  # kinds that are placed by depth, the others by distance
 DISTANCES = (700, 2000, 8000, 16000, 30000)  # tokens that strings to be copied stand back
 CHUNK = 256  # tokens of a prefill step; the question has a step of its own
+ANSWER = 8  # tokens that an answer may have beside the string asked for, where it is free
 _TOWNS = ("Lisbon", "Vienna", "Prague", "Dublin", "Athens", "Warsaw", "Madrid", "London")
 _DISTRACTORS = 3
 _LABEL = "The code for {} is"
@@ -55,12 +57,15 @@ class Key:
         kind: "needle", "keys", "uuid", "digits" or "name"
         depth: where in the haystack it is, 0 to 1
         back: about how many tokens before the haystack's end
+        label, text: its sentence is "label text."
         start, stop: its tokens in the answer
     """
 
     kind: str
     depth: float
     back: int
+    label: str
+    text: str
     start: int
     stop: int
 
@@ -72,12 +77,14 @@ class Needle:
     Attributes:
         length: of the context, in tokens
         ids: of the prompt: a haystack and the start of the answer's first sentence
+        haystack: how many of these are the haystack's
         answer: token ids of the right answer
         keys: what in the answer is scored
     """
 
     length: int
     ids: list[int]
+    haystack: int
     answer: list[int]
     keys: list[Key]
 
@@ -87,7 +94,7 @@ class Found:
     """How well a method's model answered.
 
     Attributes:
-        method, bits: its name, and what it stores for an element
+        method, bits: its name, and what it stores for an element; None where not known
         emulated: whether its values were put into vLLM's BF16 cache
         kind: of the needles
         length: of the contexts, in tokens
@@ -97,7 +104,7 @@ class Found:
     """
 
     method: str
-    bits: float
+    bits: float | None
     emulated: bool
     kind: str
     length: int
@@ -183,8 +190,8 @@ class Haystacks:
             text = self.tokens(f" {one.text}.")
             start = len(answer) + (not self._tokenizer.decode(text[:1]).strip())  # a space alone says nothing
             answer += text
-            keys.append(Key(one.kind, one.depth, round(len(ids) * (1 - one.depth)), start, len(answer)))
-        return Needle(length, ids + self.tokens(f"\n\n{asked[0].label}"), answer, keys)
+            keys.append(Key(*one[:2], round(len(ids) * (1 - one.depth)), *one[2:], start, len(answer)))
+        return Needle(length, ids + self.tokens(f"\n\n{asked[0].label}"), len(ids), answer, keys)
 
 
 def needles(haystacks: Haystacks, lengths: Sequence[int], trials: int) -> list[Needle]:
@@ -274,11 +281,13 @@ def find(model: str, methods: Sequence[Method], asked: Sequence[Needle]) -> Iter
                     (needle, key, float(log_p[key.start : key.stop].sum()), bool(likeliest[key.start : key.stop].all()))
                     for key in needle.keys
                 ]
-        yield summarised(method, scores)
+        yield summarised(method.name, method.bits, method.codec is not None, scores)
 
 
-def summarised(method: Method, scores: Sequence[tuple[Needle, Key, float | None, bool]]) -> list[Found]:
-    """Cells of kind, length and depth, from each key's log probability and whether it was right."""
+def summarised(
+    name: str, bits: float | None, emulated: bool, scores: Sequence[tuple[Needle, Key, float | None, bool]]
+) -> list[Found]:
+    """Cells of kind, length and place, from each key's log probability and whether it was right."""
     cells: dict[tuple[str, int, float, int], list[tuple[float | None, bool]]] = {}
     for needle, key, log_p, right in scores:
         cells.setdefault((key.kind, needle.length, key.depth, key.back), []).append((log_p, right))
@@ -287,9 +296,9 @@ def summarised(method: Method, scores: Sequence[tuple[Needle, Key, float | None,
         known = torch.tensor([log_p for log_p, _ in results if log_p is not None], dtype=torch.float64)
         found.append(
             Found(
-                method.name,
-                method.bits,
-                method.codec is not None,
+                name,
+                bits,
+                emulated,
                 kind,
                 length,
                 depth,
@@ -304,57 +313,12 @@ def summarised(method: Method, scores: Sequence[tuple[Needle, Key, float | None,
 
 
 def _order(kind: str, length: int, depth: float, back: int) -> tuple[int, int, float]:
-    return ["needle", "keys", *_COPIED].index(kind), length, depth
+    return [*BY_DEPTH, *_COPIED].index(kind), length, depth
 
 
 def says(text: str, answer: str) -> bool:
-    """Whether the first number of a text is the answer."""
+    """Whether the first number of a text is the answer; of one that is no number, whether it is in the text."""
+    if not answer.isdigit():
+        return answer in text
     first = re.search(r"\d+", text)
     return first is not None and first[0] == answer
-
-
-def needle_table(results: Sequence[Found]) -> str:
-    """Fixed-width text: a block for each kind with a line for each length and method and a column for each place."""
-    blocks = []
-    for kind in dict.fromkeys(r.kind for r in results):
-        of_kind = [r for r in results if r.kind == kind]
-        place = _depth if kind in ("needle", "keys") else _distance
-        places = sorted({place(r): (r.depth, r.back) for r in of_kind}.items(), key=lambda one: (one[1][0], -one[1][1]))
-        head = f"{kind:<14}{'bits':>6}{'length':>8}" + "".join(f"{name:>16}" for name, _ in places)
-        head += f"{'all':>7}{'+-':>5}{'log p':>9}{'+-':>7}"
-        blocks += [head, "-" * len(head)]
-        for length, method in dict.fromkeys((r.length, r.method) for r in of_kind):
-            row = {place(r): r for r in of_kind if (r.length, r.method) == (length, method)}
-            first = next(iter(row.values()))
-            line = f"{method + '*' * first.emulated:<14}{first.bits:>6.2f}{length:>8}"
-            blocks.append(line + "".join(f"{_cell(row.get(name)):>16}" for name, _ in places) + _overall(row.values()))
-        blocks.append("")
-    return "\n".join(blocks[:-1])
-
-
-def _depth(found: Found) -> str:
-    return f"at {found.depth:.0%}"
-
-
-def _distance(found: Found) -> str:
-    return f"{found.back:,} back"
-
-
-def _cell(found: Found | None) -> str:
-    if found is None:
-        return "-"
-    return f"{found.right}/{found.asked}" + ("" if found.log_p is None else f" {found.log_p:7.2f}")
-
-
-def _overall(cells: Iterable[Found]) -> str:
-    """Share of right answers and log probability over all places, with standard errors."""
-    cells = list(cells)
-    asked = sum(r.asked for r in cells)
-    share = sum(r.right for r in cells) / asked
-    text = f"{share:>7.0%}{(share * (1 - share) / asked) ** 0.5:>5.0%}"
-    known = [r for r in cells if r.log_p is not None]
-    if known:
-        mean = sum(r.asked * r.log_p for r in known) / asked  # type: ignore[operator]
-        error = sum((r.asked * (r.log_p_error or 0)) ** 2 for r in known) ** 0.5 / asked
-        text += f"{mean:>9.3f}" + (f"{error:>7.3f}" if error else f"{'-':>7}")
-    return text
