@@ -1,6 +1,7 @@
 """The real model of the engine tests and a sidecar for it, each made once.
 
-OSCAR_TEST_MODEL (a model folder) and OSCAR_TEST_SIDECAR (a file) take their place.
+OSCAR_TEST_MODEL (a model folder) and OSCAR_TEST_SIDECAR (a file) take their place. With VLLM_USE_V2_MODEL_RUNNER=1 the
+engines have the model runner that vLLM uses on GPUs.
 """
 
 import hashlib
@@ -17,6 +18,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import subprocess
 import sys
 from pathlib import Path
+
+V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+if V2:
+    sys.path.insert(0, str(Path(__file__).parent / "triton_cpu"))
+    os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], *filter(None, [os.environ.get("PYTHONPATH")])])
+    sys.modules.pop("sitecustomize", None)
+    import sitecustomize  # noqa: F401
 
 import pytest
 from filelock import FileLock

@@ -87,9 +87,7 @@ def check_int2(engine: Engine, exact: torch.Tensor, bound: float) -> None:
         kl = divergence(exact[first:], ours)
         print(f"INT2, {first} tokens found: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
         assert EXACT < kl.mean() < bound
-    blocks = [
-        group.get_numpy_array()[0, : TOKENS // 32] for group in engine.runner.input_batch.block_table.block_tables
-    ]
+    blocks = [step.block_table[0, : TOKENS // 32] for step in engine.metadata.values()]
     assert any((ids == 0).any() for ids in blocks), "blocks behind a sliding window are freed"
 
 
