@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import V2
 from vllm_oscar.attention import StoredRows, read_rows
 from vllm_oscar.integration.batches import Batches
 
@@ -65,6 +66,7 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.batches = Batches.of(self.runner)
+        assert self.batches.is_v2 == V2
         self.metadata: dict[str, Any] = {}  # of the last step, by layer
         self.model = self.runner.model
         self.hidden: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
