@@ -70,11 +70,7 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         "layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft model's) where only some layers have a sliding "
         "window: vLLM would make INT2 pages as large as theirs",
         "leave them out: layers with a sliding window are served in INT2 too"
-        + (
-            ", or alone in 16 bits (--kv-cache-dtype-skip-layers sliding_window)"
-            if asks_for_pages()
-            else ""
-        ),
+        + (", or alone in 16 bits (--kv-cache-dtype-skip-layers sliding_window)" if asks_for_pages() else ""),
     )
     refuse(
         parallel.decode_context_parallel_size > 1,
