@@ -250,7 +250,7 @@ def environment(engine: Engine) -> dict[str, str]:
     """Which runner; without a GPU, V2 needs Triton's interpreter in place of a backend."""
     chosen = {"VLLM_USE_V2_MODEL_RUNNER": str(int(engine.v2)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     if engine.v2 and not ON_GPU:
-        path = os.pathsep.join([str(ROOT / "tests" / "triton_cpu"), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join(filter(None, [str(ROOT / "tests" / "triton_cpu"), os.environ.get("PYTHONPATH")]))
         chosen |= {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
     return chosen
 

@@ -25,12 +25,12 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / ".model" / "SmolLM2-135M-Instruct"
-V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 SEQUENCES = 3  # of 2,048 tokens; with more the quality is the same
 
-if V2:  # in this process and all that it starts
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests" / "triton_cpu"), os.environ.get("PYTHONPATH", "")])
-    runpy.run_path(str(ROOT / "tests" / "triton_cpu" / "sitecustomize.py"))
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # its kernels are Triton's, see the module, here and in children
+    INTERPRETER = ROOT / "tests" / "triton_cpu" / "sitecustomize.py"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(INTERPRETER.parent), os.environ.get("PYTHONPATH")]))
+    runpy.run_path(str(INTERPRETER))
 
 
 def run(*command: object) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import V2
 from vllm_oscar.attention import StoredRows, read_rows
 from vllm_oscar.integration.batches import Batches
 
@@ -66,7 +65,7 @@ class Engine:
         self.scheduler = self.core.scheduler
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
         self.batches = Batches.of(self.runner)
-        assert self.batches.is_v2 == V2
+        assert self.batches.is_v2 == (os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1")
         self.metadata: dict[str, Any] = {}  # of the last step, by layer
         self.model = self.runner.model
         self.hidden: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)

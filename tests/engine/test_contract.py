@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.both_runners]
 BLOCK, HEAD_SIZE = 16, 64
 SINK, WINDOW = 16, 32
 LAYERS = (0, 17)
