@@ -38,7 +38,7 @@ FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 # requests at a time, unless the user says how many; fewer on GPUs with less memory than vLLM calls large
 MAX_NUM_SEQS, MAX_NUM_SEQS_SMALL, LARGE = 128, 24, 70 << 30
 FIRST, BEFORE = Version("0.26"), Version("0.34")
-VERIFIED_ON_GPUS = Version("0.26")  # the minor version that ran with our kernels: docs/performance.md
+VERIFIED_ON_GPUS = (Version("0.26"), Version("0.33"))  # minor versions that ran with our kernels: docs/performance.md
 SUPPORTED = f"vllm>={FIRST},<{BEFORE}"
 
 
