@@ -203,8 +203,9 @@ def plan_blocks() -> Callable[[], None]:
             from vllm_oscar.integration.runtime import oscar_impls
 
             refuse_other_layers(vllm_config.compilation_config.static_forward_context.values())
-            if keeps_windows_in_16_bits(vllm_config):
-                cls._align_heterogeneous_kv_block_size(vllm_config, oscar_impls(vllm_config)[0].backend)
+            ours = oscar_impls(vllm_config)
+            if ours and keeps_windows_in_16_bits(vllm_config):
+                cls._align_heterogeneous_kv_block_size(vllm_config, ours[0].backend)
 
     return lambda: setattr(platform, "update_block_size_for_backend", classmethod(update_block_size_for_backend))
 
