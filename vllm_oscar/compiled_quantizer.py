@@ -5,14 +5,15 @@ The reference takes several torch operations for every channel, for one row as f
 To stay equal, every operation is the reference's, in float32 and in its order; nothing is fused or reassociated (numba
 does neither unless asked). Only products that are exactly zero are left out.
 
-Importing this module raises ImportError where numba is missing; vLLM brings it.
+Importing this module raises ImportError where numba is missing; vLLM brings it. A stand-in that has no compiler, with
+which vLLM can be imported, is none.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
+import numba.core.dispatcher
 import numpy as np
 import torch
 

@@ -137,7 +137,8 @@ class Runner:
             positions.append(torch.arange(start, end))
             states += [[float(list(self.windows).index(name)), float(at)] for at in range(start, end)]
         # the batch has room for more, and rows are padded
-        self.input_batch = SimpleNamespace(num_reqs=len(chunks), req_ids=[name for name, _, _ in chunks])
+        names, computed = [name for name, _, _ in chunks], torch.tensor([start for _, start, _ in chunks]).numpy()
+        self.input_batch = SimpleNamespace(num_reqs=len(chunks), req_ids=names, num_computed_tokens_cpu=computed)
         self.query_start_loc = SimpleNamespace(np=torch.tensor([*bounds, -1, -1]).numpy())
         padding = torch.zeros(3, dtype=torch.int64)
         inputs = {"input_ids": torch.cat([*ids, padding]).int(), "positions": torch.cat([*positions, padding])}

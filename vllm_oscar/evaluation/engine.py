@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_oscar.evaluation.codecs import Codec
-from vllm_oscar.evaluation.listening import EvaluationError, Listener, segments
+from vllm_oscar.evaluation.listening import EvaluationError, Listener
 from vllm_oscar.evaluation.metrics import Scores
 from vllm_oscar.evaluation.rewriting import rewrite
+from vllm_oscar.integration.batches import Batches
 from vllm_oscar.sidecar import ModelFingerprint
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ _POSITIONS = 256  # whose logits are compared at once
 class Recorder:
     """Collects the hidden states that the model returns, by window and position.
 
-    Rows of a step belong to whichever requests vLLM put into it. The model runner knows their order; the token ids
-    beside the rows prove it.
+    Rows of a step belong to whichever requests vLLM put into it. Either of its model runners knows their order; the
+    token ids beside the rows prove it.
 
     Attributes:
         hidden: (windows, context, hidden size), in the model's dtype, on the CPU
@@ -46,7 +47,7 @@ class Recorder:
 
     def __init__(self, runner: Any, windows: torch.Tensor) -> None:
         self.hidden = torch.empty(0)
-        self._runner = runner
+        self._batches = Batches.of(runner)
         self._windows = windows
         self._times_seen = torch.zeros(windows.shape, dtype=torch.int64)
         self._window_of: dict[str, int] = {}
@@ -56,7 +57,7 @@ class Recorder:
         ids, positions = kwargs["input_ids"].cpu(), kwargs["positions"].cpu()
         if not self.hidden.numel():
             self.hidden = torch.zeros(*self._windows.shape, output.shape[-1], dtype=output.dtype)
-        for name, start, end in segments(self._runner):
+        for name, _, start, end in self._batches.now():
             window = self._window(name)
             at = slice(int(positions[start]), int(positions[start]) + end - start)
             if not torch.equal(self._windows[window, at], ids[start:end].long()):
@@ -66,7 +67,7 @@ class Recorder:
 
     def _window(self, request: str) -> int:
         if request not in self._window_of:
-            prompt = torch.tensor(self._runner.requests[request].prompt_token_ids)
+            prompt = torch.tensor(self._batches.prompt(request))
             taken = set(self._window_of.values())
             self._window_of[request] = next(
                 index for index, window in enumerate(self._windows)
@@ -106,7 +107,6 @@ def started(model: str, **options: Any) -> Iterator["LLM"]:
         options: vLLM's
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the model is in another process
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one, vLLM's default on GPUs, has no batch to look into
     from vllm import LLM
 
     llm = LLM(model, **options)

@@ -10,21 +10,11 @@ from typing import Any
 import torch
 
 from vllm_oscar.errors import OscarError
+from vllm_oscar.integration.batches import Batches
 
 
 class EvaluationError(OscarError, RuntimeError):
     """The engine did not run what it was given as asked, so that the numbers would mean something else."""
-
-
-def segments(runner: Any) -> list[tuple[str, int, int]]:
-    """Of the step that runs: each request's name, and its first row and last row + 1 of what the model is given.
-
-    Args:
-        runner: vLLM's model runner
-    """
-    batch = runner.input_batch
-    bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
-    return list(zip(batch.req_ids, bounds[:-1], bounds[1:], strict=False))
 
 
 class Listener:
@@ -39,7 +29,7 @@ class Listener:
     """
 
     def __init__(self, runner: Any, first: Sequence[int], forced: Sequence[Sequence[int]] | None = None) -> None:
-        self._runner = runner
+        self._batches = Batches.of(runner)
         self._first = first
         self._forced = forced
         self._ahead: list[tuple[int, int]] = []  # of the step that runs: request, and position of its last row
@@ -51,7 +41,7 @@ class Listener:
         positions = kwargs["positions"].cpu()
         self._ahead = []
         rows, owners = [], []
-        for name, start, end in segments(self._runner):
+        for name, _, start, end in self._batches.now():
             request, last = int(name.split("-")[0]), int(positions[end - 1])
             self._ahead.append((request, last))
             seen = last + 1 - max(int(positions[start]), self._first[request])

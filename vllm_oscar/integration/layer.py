@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.hot_pool import HotPool
+from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.refusal import BF16, refuse
 from vllm_oscar.integration.runtime import OscarRuntime
 
@@ -78,6 +79,11 @@ class OscarImpl(AttentionImpl[Any]):
         return self.layout.token_bytes
 
     @property
+    def backend(self) -> type[OscarBackend]:
+        """What vLLM asks about the layer's pages."""
+        return OscarBackend.of(self.layout)
+
+    @property
     def owns_cache(self) -> bool:
         """False where the layer reads another layer's keys and values."""
         return self.target_name is None
@@ -101,6 +107,7 @@ class OscarImpl(AttentionImpl[Any]):
             UnsupportedError: the layer does something that our attention does not.
         """
         refuse_unsupported_layer(module, self.head_size)
+        module.attn_backend = self.backend
         layers = self.vllm_config.compilation_config.static_forward_context
         if self.target_name is not None:
             target = layers[self.target_name].impl

@@ -23,6 +23,7 @@ from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import refuse_other_layers, refuse_unsupported_engine
+from vllm_oscar.integration.seams import asks_for_pages
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.oscar")
 
 
+SMALLEST_16_BIT_BLOCK = {False: 16, True: 32}  # tokens, of vLLM's own layers on GPUs and on its CPU platform
 _WATCH_EVERY = 64  # calls of `watch` between two looks at the counters on the device
 
 
@@ -65,8 +67,11 @@ class OscarRuntime:
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
         self.config, self.sidecar, path = asked_for(vllm_config, rank_heads)
-        choose_block_size(vllm_config.cache_config)
         self.vllm_config = vllm_config
+        model = self.sidecar.fingerprint
+        choose_block_size(vllm_config.cache_config, PageLayout(model.head_size, 16, self.sidecar.group_size))
+        # vLLM's own number becomes that of the smallest blocks later, where layers in 16 bits have smaller ones
+        self.block_size: int = vllm_config.cache_config.block_size
         self._log_sidecar(path)
         if getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None):
             logger.info("the checkpoint's scales for an FP8 cache are not used: INT2 rows have scales of their own")
@@ -115,10 +120,10 @@ class OscarRuntime:
 
     def layout(self, head_size: int) -> PageLayout:
         """Pages of a layer of this engine."""
-        return PageLayout(head_size, self.vllm_config.cache_config.block_size, self.sidecar.group_size)
+        return PageLayout(head_size, self.block_size, self.sidecar.group_size)
 
     def contract(self) -> HotContract:
-        return HotContract(self.config.sink, self.config.window, self.vllm_config.cache_config.block_size)
+        return HotContract(self.config.sink, self.config.window, self.block_size)
 
     def calibration(self, index: int, num_kv_heads: int, device: torch.device) -> LayerCalibration:
         """This rank's KV heads of a layer, on its device."""
@@ -204,7 +209,7 @@ class OscarRuntime:
         room = ""
         cache = self.vllm_config.cache_config
         if len(ours) == len(impls) and len({impl.sliding_window for impl in ours}) == 1:
-            tokens = cache.num_gpu_blocks * cache.block_size
+            tokens = cache.num_gpu_blocks * self.block_size
             ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
         logger.info(
@@ -377,15 +382,24 @@ def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> 
     vllm_config.additional_config = {**given, "oscar_in_use": {**asdict(options), "digest": digest}}
 
 
-def choose_block_size(cache_config: Any) -> None:
+def choose_block_size(cache_config: Any, layout: PageLayout) -> None:
     """Set the block size that the layers are built for, unless the user did.
 
     vLLM asks a backend too (Platform.update_block_size_for_backend), but after the layers are loaded, and it may ask
-    another layer's: hence the mark that the size is not to be changed.
+    another layer's: hence the mark that the size is not to be changed. Where some layers stay in 16 bits it raises the
+    size even so, until a page holds the smallest block of such a layer; we begin there.
+
+    Args:
+        layout: of some block size
     """
-    if not cache_config.user_specified_block_size:
-        cache_config.block_size = OscarBackend.get_preferred_block_size(cache_config.block_size)
-        cache_config.user_specified_block_size = True
+    if cache_config.user_specified_block_size:
+        return
+    size = OscarBackend.get_preferred_block_size(cache_config.block_size)
+    if cache_config.kv_cache_dtype_skip_layers and asks_for_pages():
+        while size * layout.token_bytes < SMALLEST_16_BIT_BLOCK[current_platform.is_cpu()] * 4 * layout.head_size:
+            size *= 2
+    cache_config.block_size = size
+    cache_config.user_specified_block_size = True
 
 
 def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:
