@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The CPU platform next to BF16: a decode step, a prefill, and the quality part of `oscar eval`, one engine after the other.
+"""The CPU platform next to BF16: a decode step, a prefill, and the quality part of `oscar eval`.
 
     python -m benchmarks.cpu_speed .model/SmolLM2-135M-Instruct
 
-One request; the quality part is two windows of 2,048 tokens, 16 tokens a step. Prints milliseconds, medians for the
-first two, and their ratios.
+One request; the quality part is two windows of 2,048 tokens, 16 tokens a step. One engine after the other in this process.
+Prints milliseconds, medians for the first two, and their ratios.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def measure(model: str, dtype: str, eager: bool, windows: int) -> dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder with a sidecar in it")
-    parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model (default: eager, as in the demo)")
+    parser.add_argument("--compiled", action="store_true", help="let vLLM compile the model (the demo does not)")
     parser.add_argument("--windows", type=int, default=WINDOWS, help=f"of the quality part (default: {WINDOWS})")
     options = parser.parse_args()
     bf16, oscar = (measure(options.model, dtype, not options.compiled, options.windows) for dtype in ("auto", "oscar"))

@@ -12,11 +12,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite.binding.ffi
 import numba
 import numpy as np
 import torch
 
 from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LANES, LS_REFITS, METRIC_PASSES, STEP_OVER_STD, Encoded, Metric
+
+# A CPU engine of vLLM 0.32 that starts looks into the `__dict__` of whatever any module holds. llvmlite's library makes a
+# function of every name that it is asked for, this one too, over which the engine would fall.
+getattr(llvmlite.binding.ffi.lib, "_fntab", {})["__dict__"] = {}
 
 TOP_CODE = 3
 # numba takes Python's floats for float64
@@ -50,7 +55,7 @@ def _encode(y: torch.Tensor, tables: np.ndarray, group_size: int, gain: float, m
     return Encoded(torch.from_numpy(codes).view(y.shape), scale, offset, torch.tensor(saturated))
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled at the first call; the result is kept for other processes where there is a folder for it."""
     try:
         return numba.njit(cache=True, error_model="numpy")(function)
@@ -58,7 +63,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(error_model="numpy")(function)
 
 
-@_compiled
+@compiled
 def _sum(x, lanes):
     lanes[:] = x[:LANES]
     for start in range(LANES, len(x), LANES):
@@ -67,7 +72,7 @@ def _sum(x, lanes):
     return _folded(lanes)
 
 
-@_compiled
+@compiled
 def _dot(a, b, lanes):
     """The sum of a * b."""
     for lane in range(LANES):
@@ -78,7 +83,7 @@ def _dot(a, b, lanes):
     return _folded(lanes)
 
 
-@_compiled
+@compiled
 def _folded(lanes):
     half = LANES // 2
     while half > 0:
@@ -88,12 +93,12 @@ def _folded(lanes):
     return lanes[0]
 
 
-@_compiled
+@compiled
 def _mean(x, lanes):
     return _sum(x, lanes) / np.float32(len(x))
 
 
-@_compiled
+@compiled
 def _add_product(row, table, total):
     """total += row times table; four terms at a time, as loads and stores of `total` are what it waits for."""
     for i in range(0, len(row), 4):
@@ -102,13 +107,13 @@ def _add_product(row, table, total):
             total[j] = total[j] + a * table[i, j] + b * table[i + 1, j] + c * table[i + 2, j] + d * table[i + 3, j]
 
 
-@_compiled
+@compiled
 def _product(row, table, total):
     total[:] = _ZERO
     _add_product(row, table, total)
 
 
-@_compiled
+@compiled
 def _bounded(x, low, high):
     """Keeps NaN."""
     if x < low:
@@ -116,14 +121,14 @@ def _bounded(x, low, high):
     return high if x > high else x
 
 
-@_compiled
+@compiled
 def _as_half(x):
     """A finite x that fits, rounded to the nearest float16, ties to even."""
     unit = np.float32(math.ldexp(1.0, max(math.frexp(x)[1] - 11, -24)))
     return np.rint(x / unit) * unit
 
 
-@_compiled
+@compiled
 def _sanitised(row, y):
     """Writes y; returns whether it differs from the row."""
     changed = False
@@ -133,19 +138,19 @@ def _sanitised(row, y):
     return changed
 
 
-@_compiled
+@compiled
 def _inverse(scale):
     return _ONE / scale if scale > _ZERO else _ZERO
 
 
-@_compiled
+@compiled
 def _nearest(y, scale, offset, top, code):
     inverse = _inverse(scale)
     for i in range(len(y)):
         code[i] = _bounded(np.rint((y[i] - offset) * inverse), _ZERO, top)
 
 
-@_compiled
+@compiled
 def _initial(y, code, work, top, step, lanes):
     mean = _mean(y, lanes)
     for i in range(len(y)):
@@ -165,7 +170,7 @@ def _initial(y, code, work, top, step, lanes):
     return scale, offset
 
 
-@_compiled
+@compiled
 def _sequential_pass(y, code, residual, scale, offset, table, target, change, top):
     """For several rows side by side, as each step of a row waits for the one before.
 
@@ -195,7 +200,7 @@ def _sequential_pass(y, code, residual, scale, offset, table, target, change, to
             _add_product(change[row], table[start:end, end:], target[row, end:])
 
 
-@_compiled
+@compiled
 def _refit(code, residual, scale, offset, g, basis, weighted, equations, lanes):
     """The second halves of `basis` and `weighted`, which are the same for all rows, are there already."""
     groups = len(scale)
@@ -220,7 +225,7 @@ def _refit(code, residual, scale, offset, g, basis, weighted, equations, lanes):
         offset[group] += equations[groups + group, 2 * groups]
 
 
-@_compiled
+@compiled
 def _solve(equations):
     """In place; the solution is the last column."""
     size = len(equations)
@@ -241,7 +246,7 @@ def _solve(equations):
                     equations[i, j] -= factor * equations[k, j]
 
 
-@_compiled
+@compiled
 def _finish(y, code, scale, offset, gain, max_scale, lanes):
     """Scale, offset and whether one of them overflowed; rounding to float16 is the caller's."""
     code_mean = _mean(code, lanes)
@@ -255,7 +260,7 @@ def _finish(y, code, scale, offset, gain, max_scale, lanes):
     return kept_scale, _bounded(kept_offset, -_FP16_MAX, _FP16_MAX), overflow
 
 
-@_compiled
+@compiled
 def _encode_rows(rows, tables, group_size, top, step, gain, max_scale, codes, fits):
     """All of it; the functions above are the reference's of the same name, for one row (or one group of one row).
 
