@@ -3,8 +3,8 @@
 
     python -m benchmarks.cpu_speed .model/SmolLM2-135M-Instruct
 
-One request; the quality part is two windows of 2,048 tokens, 16 tokens a step. One engine after the other in this process.
-Prints milliseconds, medians for the first two, and their ratios.
+One request; the quality part is two windows of 2,048 tokens, 16 tokens a step. One engine after the other in this
+process. Prints milliseconds, medians for the first two, and their ratios.
 """
 
 import argparse

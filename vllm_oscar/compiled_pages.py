@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Pages on CPU, by functions that numba compiles: `CacheLayer.write` and `attention.read_rows`, the same to the last bit,
-in one pass over the tokens.
+"""Pages on CPU, by functions that numba compiles: `CacheLayer.write` and `attention.read_rows`, to the last bit, in one
+pass over the tokens.
 
 Importing this module raises ImportError where numba is missing; vLLM brings it.
 """
@@ -138,7 +138,7 @@ def _read_rows(
     sink,
     recent,
     half_values,
-    copy_values,
+    values,
     rows,
     hot,
 ):

@@ -19,8 +19,8 @@ import torch
 
 from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LANES, LS_REFITS, METRIC_PASSES, STEP_OVER_STD, Encoded, Metric
 
-# A CPU engine of vLLM 0.32 that starts looks into the `__dict__` of whatever any module holds. llvmlite's library makes a
-# function of every name that it is asked for, this one too, over which the engine would fall.
+# A CPU engine of vLLM 0.32 that starts looks into the `__dict__` of whatever any module holds. llvmlite's library makes
+# a function of every name that it is asked for, this one too, over which the engine would fall.
 getattr(llvmlite.binding.ffi.lib, "_fntab", {})["__dict__"] = {}
 
 TOP_CODE = 3
