@@ -95,3 +95,10 @@ def test_the_cache_uses_it_and_says_once_where_numba_is_missing(
     assert [cache_layer._encoders("cpu") for _ in range(3)] == [quantizer] * 3
     assert [record.message.split(":")[0] for record in caplog.records] == ["oscar"]
     assert "pip install numba" in caplog.text
+
+
+def test_an_engine_can_start_after_it() -> None:
+    """vLLM 0.32 asks everything that modules hold for a __dict__; llvmlite's library answered with a function."""
+    import llvmlite.binding.ffi
+
+    assert isinstance(getattr(llvmlite.binding.ffi.lib, "__dict__", {}), dict)
