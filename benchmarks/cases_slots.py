@@ -31,6 +31,10 @@ class Case:
     def __str__(self) -> str:
         return " ".join(f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k))
 
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(64, self.block_size)
+
 
 class Schedule:
     """Random requests over a small pool of blocks; blocks are reused and shared, some rows are padding."""
@@ -90,7 +94,7 @@ class Schedule:
 def check(case: Case, device: torch.device) -> str:
     """See verify_gpu. Every step leaves the state that the reference leaves."""
     p, threshold, batches = case.block_size, 2, case.in_flight
-    layout, contract = PageLayout(64, p), HotContract(case.sink, case.window, p)
+    layout, contract = case.layout, HotContract(case.sink, case.window, p)
     schedules = [
         Schedule(case.sink + case.window + n, range(1 + n, NUM_BLOCKS, batches), p, threshold, device)
         for n in range(batches)

@@ -130,7 +130,7 @@ class CpuImpl(OscarImpl):
         decodes = query.shape[0] <= step.decode_threshold
         tokens = after if decodes else before
         blocks = step.block_table[request, : -(-tokens // self.layout.block_size)].long()
-        stored = read_rows(views, self.pool, step.table, blocks, tokens, before)
+        stored = read_rows(views, self.pool, step.table, blocks, tokens, before, self.sliding_window)
         self.runtime.counters.reads += stored.reads(before, self.runtime.config.sink, self.sliding_window)
         return attend(
             query,
