@@ -19,8 +19,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a r
 @dataclass(frozen=True)
 class Case:
     """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
-    of the keys' turning mean; layers: that the reads are counted for, 0 not to count; saturated, value_size: see `fill`.
-    """
+    of the keys' turning mean; layers: that the reads are counted for, 0 not to count; saturated: see `fill`."""
 
     head_size: int = 128
     group_size: int = 0
@@ -39,7 +38,6 @@ class Case:
     turning: int = 0
     layers: int = 3
     saturated: bool = False
-    value_size: float = 1.0
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -57,7 +55,6 @@ def check(case: Case, device: torch.device) -> str:
     contract = HotContract(case.sink, case.window, case.block_size)
     cache = fill(
         layout, lengths, case.kv_heads, case.dtype, contract, case.order, device=device, saturated=case.saturated,
-        value_size=case.value_size,
     )  # fmt: skip
     free_before_window(cache, lengths, case.sliding_window)
     starts = [0]
@@ -69,7 +66,6 @@ def check(case: Case, device: torch.device) -> str:
     cache = replace(cache, key=replace(cache.key, turning=mean))
     fused = torch.randn(total, heads + 2 * case.kv_heads, size, generator=generator, device=device).to(case.dtype)
     query, key, value = fused.split([heads, case.kv_heads, case.kv_heads], 1)  # views, as vLLM has them
-    value *= case.value_size
 
     after = [sum(pair) for pair in case.requests]
     calls = plan(after, starts, case.decoding, case.capacity, case.sliding_window, device)
@@ -94,9 +90,7 @@ def check(case: Case, device: torch.device) -> str:
             assert out[rows].isnan().all()
             continue
         blocks = cache.block_table[index, : -(-before // case.block_size)].long()
-        stored = attention.read_rows(
-            views, cache.pool, cache.table, blocks, before, before, case.sliding_window
-        )
+        stored = attention.read_rows(views, cache.pool, cache.table, blocks, before, before, case.sliding_window)
         reads += stored.reads(before, case.sink, case.sliding_window)
         expected = attention.attend(
             query[rows], stored, cache.key, cache.value, scale, before, (key[rows], value[rows]), case.soft_cap,
@@ -138,6 +132,5 @@ def gpu_cases() -> list[Case]:
         Case(256, requests=((2600, 129),), capacity=4096, ratio=8, turning=8),
         Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, layers=0),
         Case(requests=((1000, 700), (10, 20)), capacity=1024, saturated=True),
-        Case(requests=((1000, 700), (10, 20)), capacity=1024, value_size=1e-3),
     ]
     return cases

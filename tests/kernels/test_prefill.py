@@ -25,7 +25,6 @@ pytestmark = pytest.mark.kernels
         Case(80, requests=((31, 9),), turning=1),
         Case(64, kv_heads=3, layers=0),
         Case(requests=((100, 40),), saturated=True),
-        Case(requests=((100, 40),), value_size=1e-4),
     ],
     ids=str,
 )

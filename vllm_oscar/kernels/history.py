@@ -17,7 +17,7 @@ import triton.language as tl
 
 from vllm_oscar.hot_pool import HotPool, SlotTable
 from vllm_oscar.kernels.encode import sanitised
-from vllm_oscar.kernels.product import product, scaled
+from vllm_oscar.kernels.product import product
 from vllm_oscar.kernels.reads import ReadCounter, add_reads
 from vllm_oscar.kernels.turning import add_waves, depth, load_vectors, wave_tables, waves
 from vllm_oscar.kernels.write import dot_depth
@@ -149,28 +149,26 @@ class RestoreTables:
 
     Attributes:
         mean: float32 (2, heads, D), keys and values
-        inverse: B in units of `unit` in the run dtype, (2, heads, D, D)
-        unit: float32 (2, heads), powers of two
+        inverse: B in the run dtype, (2, heads, D, D)
         step, vectors: of the keys' turning mean (see `turning`), if there is one
     """
 
     mean: torch.Tensor
     inverse: torch.Tensor
-    unit: torch.Tensor
     step: torch.Tensor | None = None
     vectors: torch.Tensor | None = None
 
     @classmethod
     def of(cls, key: Transform, value: Transform, dtype: torch.dtype) -> "RestoreTables":
         mean, inverse = torch.stack([key.mean, value.mean]), torch.stack([key.inverse, value.inverse])
-        return cls(mean.float(), *scaled(inverse, dtype), *wave_tables(key.turning))
+        return cls(mean.float(), inverse.to(dtype), *wave_tables(key.turning))
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _restore(
-    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, step, vectors, inverse, unit, out,
-    reads, key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot,
-    word_head, table_stride, out_which, out_token, out_head,
+    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, step, vectors, inverse, out, reads,
+    key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot, word_head,
+    table_stride, out_which, out_token, out_head,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
     META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, LAYERS: tl.constexpr,
     SINK: tl.constexpr,
@@ -236,14 +234,13 @@ def _restore(
         raw_token = value_token
     raw += (query_start + at - before).to(tl.int64)[:, None] * raw_token
     head = which * heads + h
-    scale = tl.load(unit + head)
     to = out + which * out_which + (row + i).to(tl.int64)[:, None] * out_token + h * out_head
     if DEPTH:
         wave = waves(step, at, DEPTH)
     for start in tl.static_range(0, D, N):
         column = start + tl.arange(0, N)
         b = tl.load(inverse + head * (D * D) + d[:, None] * D + column[None, :], mask=real[:, None], other=0.0)
-        x = product(y, b, tl.zeros([_TILE, N], tl.float32)) * scale + tl.load(mean + head * D + column)[None, :]
+        x = product(y, b, tl.zeros([_TILE, N], tl.float32)) + tl.load(mean + head * D + column)[None, :]
         if DEPTH and which == 0:
             x = add_waves(x, wave, load_vectors(vectors, h, column, heads, D, DEPTH))
         own = tl.load(raw + column[None, :], mask=fresh[:, None], other=0.0)
@@ -277,7 +274,7 @@ def restore(
     rows, words = pool.rows, pool.words
     _restore[(call.tiles.shape[0], heads, 2)](
         call.tiles, key, value, pages, rows, words, table.slot_of_block, table.limits, block_table,
-        tables.mean, tables.step, tables.vectors, tables.inverse, tables.unit, out,
+        tables.mean, tables.step, tables.vectors, tables.inverse, out,
         reads.counts if reads else None,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),
         rows.stride(0), rows.stride(1), words.stride(0), words.stride(1), block_table.stride(0),
