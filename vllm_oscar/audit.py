@@ -45,12 +45,14 @@ def check_table(table: SlotTable) -> None:
     _holds("masked writes leave nothing", torch.stack([table.slot_of_block[-1], table.block_of_slot[-1]]) == -1)
 
     sink, window = table.limits[:1], table.limits[1:]
-    _holds("the sink limit is the contract's, or one block", (sink == contract.sink) | (sink == min(p, contract.sink)))
+    whole_blocks = (sink > 0) & (sink < contract.sink) & (sink % p == 0)
+    _holds("the sink limit is the contract's, or whole blocks", (sink == contract.sink) | whole_blocks)
     whole_blocks = (window >= 1) & (window < contract.window) & ((window - 1) % p == 0)
     _holds("the window limit is the contract's, or 1 and whole blocks", (window == contract.window) | whole_blocks)
+    _holds("no window shrinks before the sink", (window == contract.window) | (sink <= p))
     last, step = table.last_step[:-1], table.step
     _holds("no slot was needed in a step to come", (last >= 0) & (last <= step))
-    _holds("no more steps shrank the window than there were", (table.shrunk_steps >= 0) & (table.shrunk_steps <= step))
+    _holds("no more steps shrank the limits than there were", (table.shrunk_steps >= 0) & (table.shrunk_steps <= step))
     most = step.long() * table.num_slots
     _holds("no step evicts more than the pool holds", (table.evictions >= 0) & (table.evictions <= most))
 

@@ -41,11 +41,13 @@ def table() -> SlotTable:
         ("block_of_slot", 2, 7, "a slot's block has that slot"),
         ("slot_of_block", BLOCKS, 1, "masked writes leave nothing"),
         ("block_of_slot", SLOTS, 7, "masked writes leave nothing"),
-        ("limits", 0, 19, "the sink limit is the contract's, or one block"),
+        ("limits", 0, 19, "the sink limit is the contract's, or whole blocks"),
+        ("limits", 0, 0, "the sink limit is the contract's, or whole blocks"),
         ("limits", 1, 51, "the window limit is the contract's, or 1 and whole blocks"),
         ("limits", 1, 32, "the window limit is the contract's, or 1 and whole blocks"),
+        ("limits", 1, 33, "no window shrinks before the sink"),
         ("last_step", 1, 2, "no slot was needed in a step to come"),
-        ("shrunk_steps", 0, 2, "no more steps shrank the window than there were"),
+        ("shrunk_steps", 0, 2, "no more steps shrank the limits than there were"),
         ("evictions", 0, SLOTS + 1, "no step evicts more than the pool holds"),
     ],
 )
@@ -56,7 +58,7 @@ def test_each_rule_of_the_table(table: SlotTable, name: str, index: int, value: 
 
 
 def test_limits_that_shrank_are_sound(table: SlotTable) -> None:
-    for sink, window in ((16, 1), (20, 33), (20, 50)):
+    for sink, window in ((16, 1), (16, 33), (16, 50), (20, 50)):
         table.limits.copy_(torch.tensor([sink, window]))
         check_table(table)
 

@@ -21,10 +21,11 @@ logger = logging.getLogger("vllm.oscar")
 GAUGES = {
     "pool_blocks": "BF16 blocks that a layer's pool has",
     "used_blocks": "of those, blocks in use (in the fullest of several KV-cache groups)",
+    "sink_tokens": "first tokens of a request that are kept in BF16 now; less than asked for when the pool is short",
     "window_tokens": "recent tokens of a request that are kept in BF16 now; less than asked for when the pool is short",
 }
 COUNTERS = {
-    "shrunk_steps": "steps in which the window was smaller than asked for",
+    "shrunk_steps": "steps in which the sink or the window was smaller than asked for",
     "evicted_blocks": "BF16 blocks given up for others",
     "saturated_rows": "key or value rows in which something was not representable",
     "int2_reads": "stored tokens read from INT2, over layers and KV heads",
