@@ -246,7 +246,7 @@ class OscarRuntime:
             layer = self.vllm_config.compilation_config.static_forward_context[name]
             impl: OscarImpl = layer.impl
             if impl.owns_cache:
-                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)))
+                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)), impl.cache_layer)
 
     def watch(self) -> None:
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
