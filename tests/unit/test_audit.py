@@ -135,7 +135,7 @@ def hard_rows() -> torch.Tensor:
     rows[:, :12] *= torch.tensor([30.0] + [0.1] * (SIZE - 1))
     rows[:, 12:16] = 0
     rows[:, 12, :, 5] = 3
-    rows[:, 13, :, 5:9] = torch.tensor([3.0, -3.0, 3.0, -3.0])
+    rows[:, 13, :, [5, 6, 37, 38]] = torch.tensor([3.0, -3.0, 3.0, -3.0])
     rows[:, 14] = 2
     rows[:, 16:20] *= 1e5
     rows[:, 20, :, 7] = float("inf")
