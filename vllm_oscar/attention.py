@@ -40,13 +40,22 @@ class StoredRows(NamedTuple):
         Args:
             before: tokens of the request before the step
             sink: tokens of the request that are sinks
-            sliding_window: tokens behind it are masked, and their blocks may be gone: not reads
+            sliding_window: tokens behind it are not read
         """
-        first = 0 if sliding_window is None else max(0, before + 1 - sliding_window)
+        first = first_seen(before, sliding_window)
         seen = self.hot[first:]
         sinks = seen[: max(0, sink - first)]
         hot, hot_sinks = int(seen.count_nonzero()), int(sinks.count_nonzero())
         return torch.tensor([hot, seen.numel() - hot, sinks.numel() - hot_sinks])
+
+
+def first_seen(before: int, sliding_window: int | None) -> int:
+    """The first token that a step's queries see: blocks of older ones only may be gone, with anything in their place.
+
+    Args:
+        before: tokens of the request before the step
+    """
+    return 0 if sliding_window is None else max(0, before + 1 - sliding_window)
 
 
 def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.device | None = None) -> torch.Tensor:
@@ -61,9 +70,15 @@ def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.
 
 
 def read_rows(
-    views: PageViews, pool: HotPool, table: SlotTable, blocks: torch.Tensor, tokens: int, before: int
+    views: PageViews,
+    pool: HotPool,
+    table: SlotTable,
+    blocks: torch.Tensor,
+    tokens: int,
+    before: int,
+    sliding_window: int | None = None,
 ) -> StoredRows:
-    """Gather and decode the first `tokens` stored tokens of a request.
+    """Gather and decode the first `tokens` stored tokens of a request; rows before `first_seen` are 0.
 
     Args:
         views: the layer's pages
@@ -80,11 +95,14 @@ def read_rows(
         return decoded.transpose(0, 1).flatten(1, 2)[:, :tokens].transpose(0, 1)
 
     key, value = rows(KEY), rows(VALUE)
+    first = first_seen(before, sliding_window)
+    key[:first], value[:first] = 0, 0
 
     sink, window = table.limits.tolist()
     slots = table.slot_of_block[blocks].long()
     p = views.meta.shape[2]
     wanted = in_contract(tokens, before, sink, window, key.device)
+    wanted[:first] = False
     copied = (slots != NO_SLOT).repeat_interleave(p)[:tokens] & wanted
     hot = torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
     token = copied.nonzero()[:, 0]

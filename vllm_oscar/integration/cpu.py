@@ -146,7 +146,7 @@ class CpuImpl(OscarImpl):
         tokens = after if decodes else before
         blocks = step.block_table[request, : -(-tokens // self.layout.block_size)].long()
         _, read_rows = _pages()
-        stored = read_rows(views, self.pool, step.table, blocks, tokens, before)
+        stored = read_rows(views, self.pool, step.table, blocks, tokens, before, self.sliding_window)
         self.runtime.counters.reads += stored.reads(before, self.runtime.config.sink, self.sliding_window)
         transforms = self.cache_layer.key.transform, self.cache_layer.value.transform
         fresh = None if decodes else (key, value)

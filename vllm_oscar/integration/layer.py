@@ -17,6 +17,7 @@ from vllm_oscar.hot_pool import HotPool
 from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.refusal import BF16, refuse
 from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.integration.sleep import lost_in_sleep
 
 
 @contextmanager
@@ -123,10 +124,11 @@ class OscarImpl(AttentionImpl[Any]):
                 "configuration; use --kv-cache-dtype auto"
             )
         self.cache_layer = CacheLayer.of(calibration, self.layout, self.runtime.dtype, self.runtime.config.key_encoder)
-        self.pool = HotPool.allocate(
-            self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
-        )
-        # buffers, so that vLLM brings them back after a deep sleep; the pool may be lost, its copies prove nothing then
+        with lost_in_sleep():  # its copies prove nothing then
+            self.pool = HotPool.allocate(
+                self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
+            )
+        # buffers, so that vLLM brings them back after a deep sleep
         for counter, counts in vars(self.runtime.counters).items():
             module.register_buffer(f"oscar_{counter}", counts, persistent=False)
 

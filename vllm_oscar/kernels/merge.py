@@ -18,7 +18,7 @@ _SMALL = 512  # (sequence, KV head, column tile) triples up to which every seque
 
 @triton.jit(do_not_specialize=["seqs"])
 def _merge(
-    partial, lse, first, inverse, mean, out, seqs, stride_token, stride_head,
+    partial, lse, first, inverse, unit, mean, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, launch_pdl: tl.constexpr,
@@ -30,6 +30,7 @@ def _merge(
     d = tl.arange(0, DP)
     inside = (e < D)[:, None] & (d < D)[None, :]
     b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=inside, other=0.0)
+    scale = tl.load(unit + head)
     centre = tl.load(mean + head * D + e, mask=e < D, other=0.0)
     wait(launch_pdl)
 
@@ -66,7 +67,7 @@ def _merge(
     K: tl.constexpr = 8 // C if C < 8 else 1
     y = tl.sum(tl.reshape(acc, (BLOCK // K, K * C, DP)), 0)
     x = tl.dot(b, tl.trans(y.to(tl.float16)))
-    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) + centre[:, None]
+    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) * scale + centre[:, None]
 
     column = tl.arange(0, C)
     seq = tl.program_id(1) * SEQS + column // COLUMNS
@@ -99,6 +100,7 @@ def merge_segments(
     lse: torch.Tensor,
     segments: Segments,
     inverse_t: torch.Tensor,
+    unit: torch.Tensor,
     mean: torch.Tensor,
     q_len: int,
     tile: tuple[int, int],
@@ -109,7 +111,8 @@ def merge_segments(
     Args:
         partial: float16 (segments, KV heads, tiles, N, D), normalised
         lse: float32 (segments, KV heads, tiles, N), log2 of the sum of exp2
-        inverse_t: B_V transposed, float16 (KV heads, D, D), contiguous
+        inverse_t: B_V transposed, in units of `unit`, float16 (KV heads, D, D), contiguous
+        unit: float32 (KV heads,)
         mean: m_V, float32 (KV heads, D)
         out: BF16 or FP16 (sequences * q_len, query heads, D)
     """
@@ -120,7 +123,7 @@ def merge_segments(
     columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
     share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.table.shape[0])
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
-        partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
+        partial, lse, segments.first, inverse_t, unit, mean, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
         D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows,
         launch_pdl=supported(out.device), num_warps=4,
