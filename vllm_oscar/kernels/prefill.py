@@ -251,8 +251,9 @@ def prefill(
         out: (tokens, query heads, D); the rows of the calls' queries are written
         reads: where the layer counts
     """
+    centred = not soft_cap  # a soft cap acts on the whole logit
     for call in calls:
-        restore(call, key, value, pages, layout, pool, table, block_table, tables, workspace.restored, reads)
+        restore(call, key, value, pages, layout, pool, table, block_table, tables, workspace.restored, reads, centred)
         asked = slice(call.first_query, call.last_query)
         count = call.last_query - call.first_query
         keys, values = workspace.restored
