@@ -144,6 +144,7 @@ class Observer:
                 None if decodes else (key[start:end].view(heads), value[start:end].view(heads)),
                 impl.soft_cap,
                 impl.sliding_window,
+                impl.sink_logits,
             )
             got = output[start:end].view(heads).float()
             assert torch.isfinite(got).all(), "a layer's output is not finite"

@@ -130,10 +130,16 @@ def fill(
 
 
 def reference(
-    cache: Cache, query: torch.Tensor, q_len: int, scale: float, soft_cap: float, sliding_window: int | None
+    cache: Cache,
+    query: torch.Tensor,
+    q_len: int,
+    scale: float,
+    soft_cap: float,
+    sliding_window: int | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a decode step must give, float32 (sequences * q_len, query heads, D), with m_V for sequences of length 0,
-    and its reads, int64 (3,), see StoredRows.reads."""
+    """What a decode step must give, float32 (sequences * q_len, query heads, D), with m_V, or 0 with
+    sink_logits, for sequences of length 0, and its reads, int64 (3,), see StoredRows.reads."""
     views = cache.layout.views(cache.pages)
     ratio = query.shape[1] // cache.pages.shape[1]
     parts = []
@@ -141,7 +147,8 @@ def reference(
     for index, length in enumerate(cache.seq_lens.tolist()):
         own = query[index * q_len : (index + 1) * q_len]
         if length == 0:
-            parts.append(cache.value.mean.repeat_interleave(ratio, 0).expand(q_len, -1, -1))
+            mean = cache.value.mean.repeat_interleave(ratio, 0).expand(q_len, -1, -1)
+            parts.append(mean if sink_logits is None else torch.zeros_like(mean))
             continue
         blocks = cache.block_table[index, : -(-length // cache.layout.block_size)].long()
         before = length - q_len
@@ -149,7 +156,7 @@ def reference(
         reads += stored.reads(before, cache.table.contract.sink, sliding_window)
         parts.append(
             attention.attend(
-                own, stored, cache.key, cache.value, scale, before, soft_cap=soft_cap, sliding_window=sliding_window
+                own, stored, cache.key, cache.value, scale, before, None, soft_cap, sliding_window, sink_logits
             )
         )
     return torch.cat(parts), reads

@@ -18,7 +18,8 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the
 @dataclass(frozen=True)
 class Case:
     """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average;
-    layers: that the reads are counted for, 0 not to count."""
+    layers: that the reads are counted for, 0 not to count; sinks: each query head has a sink logit, about as large as
+    the logarithm of its tokens' sum."""
 
     head_size: int = 128
     group_size: int = 0
@@ -35,6 +36,7 @@ class Case:
     order: str = "packed"
     turning: int = 0
     layers: int = 3
+    sinks: bool = False
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -51,6 +53,16 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache
     cache = replace(cache, key=replace(cache.key, turning=mean))
     shape = (len(case.lengths) * case.q_len, case.kv_heads * case.ratio, case.head_size)
     return cache, (2 * torch.randn(shape, generator=generator, device=device)).to(case.dtype)
+
+
+def sink_logits(case: Case, cache: Cache) -> torch.Tensor | None:
+    """Of each query head, in steps that take from nothing to nearly all of the attention to the longest sequence."""
+    if not case.sinks:
+        return None
+    heads = case.kv_heads * case.ratio
+    generator = torch.Generator(device=cache.pages.device).manual_seed(2)
+    noise = torch.randn(heads, generator=generator, device=cache.pages.device)
+    return (6 + 4 * noise).to(case.dtype)
 
 
 def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,6 +83,7 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor,
         query, cache.pages, cache.layout, cache.pool, cache.table, cache.block_table, cache.seq_lens, case.q_len,
         segments, DecodeTables.of(cache.key, cache.value), case.head_size**-0.5, case.soft_cap, case.sliding_window,
         workspace, out, ReadCounter(counts, case.layers) if case.layers else None,
+        sink_logits=sink_logits(case, cache),
     )  # fmt: skip
     return out, counts
 
@@ -79,8 +92,11 @@ def check(case: Case, device: torch.device) -> str:
     """See gates.kernels."""
     cache, query = inputs(case, device)
     out, counts = attend(case, cache, query)
-    expected, reads = reference(cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window)
-    error = ((out.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)).max().item()
+    expected, reads = reference(
+        cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window, sink_logits(case, cache)
+    )
+    size = expected.double().norm(dim=-1).clamp(min=1e-6)
+    error = ((out.double() - expected.double()).norm(dim=-1) / size).max().item()
     assert error < TOLERANCE[case.dtype], f"relative error {error:.2e}"  # of any query head
     wanted = (case.layers * reads).tolist()
     assert counts.tolist() == wanted, f"counted reads {counts.tolist()}, not {wanted}"
@@ -131,5 +147,10 @@ def gpu_cases() -> list[Case]:
         Case(head_size=80, lengths=long, kv_heads=2, turning=2),
         Case(head_size=256, lengths=long, kv_heads=2, turning=8, ratio=16),
         Case(lengths=mixed, kv_heads=2, block_size=64, layers=0),
+        Case(head_size=64, lengths=(*mixed, 0), kv_heads=8, ratio=8, block_size=64, sinks=True),
+        Case(head_size=64, lengths=(*mixed, 20000), kv_heads=8, ratio=8, sliding_window=128, sinks=True),
+        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, turning=8, sinks=True, dtype=torch.float16),
+        Case(head_size=256, lengths=long, kv_heads=2, soft_cap=20.0, sinks=True),
+        Case(lengths=tuple(range(1, 1400, 7)), kv_heads=8, sinks=True),
     ]
     return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]

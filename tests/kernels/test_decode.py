@@ -44,6 +44,9 @@ pytestmark = pytest.mark.kernels
         Case(head_size=80, lengths=(100, 17), sink=64, window=256, turning=2),
         Case(head_size=256, lengths=(90, 33), ratio=16, turning=8),
         Case(kv_heads=3, layers=0),
+        Case(head_size=64, lengths=(33, 160, 0), ratio=8, sinks=True),
+        Case(lengths=(33, 100), q_len=5, ratio=8, sliding_window=40, turning=3, sinks=True),
+        Case(lengths=(33, 160), soft_cap=5.0, dtype=torch.float16, sinks=True),
     ],
     ids=str,
 )

@@ -142,4 +142,5 @@ class CpuImpl(OscarImpl):
             fresh=None if decodes else (key, value),
             soft_cap=self.soft_cap,
             sliding_window=self.sliding_window,
+            sink_logits=self.sink_logits,
         ).to(query.dtype)

@@ -295,6 +295,7 @@ class CudaImpl(OscarImpl):
                 output[asked],
                 reads=self.reads,
                 behind_write=self.owns_cache,
+                sink_logits=self.sink_logits,
             )
         if step.calls:
             prefill(
@@ -315,6 +316,7 @@ class CudaImpl(OscarImpl):
                 self.sliding_window,
                 self.attention,
                 self.reads,
+                self.sink_logits,
             )
 
     def _write(self, pages: torch.Tensor, step: CudaMetadata, key: torch.Tensor, value: torch.Tensor) -> None:

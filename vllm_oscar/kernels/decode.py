@@ -265,7 +265,7 @@ def _decode(
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
     T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
-    DEPTH: tl.constexpr, RELEASES: tl.constexpr,
+    DEPTH: tl.constexpr, SINK_LOGITS: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
@@ -419,7 +419,10 @@ def _decode(
         tl.store(
             partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :]
         )
-    tl.store(lse + row, top + tl.log2(sum_n) - 8.0)
+    log = top + tl.log2(sum_n) - 8.0
+    if SINK_LOGITS and not CAPPED:  # what is common to all tokens' logits, and not to the one beside them
+        log += tl.load(own + 1 + GROUPS * N + n)
+    tl.store(lse + row, log)
 
 
 @dataclass(frozen=True)
@@ -558,6 +561,7 @@ def decode_attention(
     out: torch.Tensor,
     reads: ReadCounter | None = None,
     behind_write: bool = False,
+    sink_logits: torch.Tensor | None = None,
 ) -> None:
     """Attention of a decode batch, every token of it stored; the same semantics as `attention.attend`.
 
@@ -567,7 +571,8 @@ def decode_attention(
         query: BF16 or FP16 (sequences * q_len, query heads, D), after RoPE
         pages: uint8 (blocks, KV heads, >= head_bytes), any block and head stride that is a multiple of 128
         block_table: int32 (sequences, >= blocks of the longest)
-        seq_lens: int32 (sequences,), tokens after this step; 0 for padding, whose output is then m_V
+        seq_lens: int32 (sequences,), tokens after this step; 0 for padding, whose output is then m_V, or 0 with
+            sink_logits
         q_len: queries of each sequence; query i sees its own token and everything before
         segments: built by `build_segments` for this step, these sequences, q_len and sliding window
         scale: softmax scale
@@ -575,6 +580,7 @@ def decode_attention(
         out: like query
         reads: where the layer counts
         behind_write: see `prepare`
+        sink_logits: any float dtype (query heads,), contiguous, see `attention.attend`
     """
     heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
     n, tiles = column_tiles(q_len, ratio)
@@ -583,9 +589,9 @@ def decode_attention(
         raise ConfigError(f"the decode workspace was allocated for a smaller contract than {table.contract}")
     words = pages[..., : layout.head_bytes].view(torch.int32)
     prepare(
-        query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles), soft_cap > 0, words,
-        layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
-        sliding_window, reads, behind_write,
+        query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles),
+        soft_cap > 0 or sink_logits is not None, words, layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums,
+        workspace.copies, sliding_window, reads, behind_write,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
     _decode[(heads * tiles, segments.table.shape[0])](
@@ -599,8 +605,9 @@ def decode_attention(
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
         STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None),
-        RELEASES=supported(query.device), num_warps=1,
+        SINK_LOGITS=sink_logits is not None, RELEASES=supported(query.device), num_warps=1,
     )  # fmt: skip
     merge_segments(
-        workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out
-    )
+        workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out,
+        sink_logits,
+    )  # fmt: skip

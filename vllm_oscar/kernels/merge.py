@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Partial attention of a sequence's segments -> the layer's output, o_y B_V + m_V.
 
+A head's sink logit, where it has one, is a segment more, of value zero: what it takes m_V loses too.
+
 A program computes some channels of the output, for which it needs the whole merged row: for small batches the merge
 is done once per slice of channels, which costs less than another launch. Large batches have few segments a sequence
 and share the matrix instead.
@@ -13,15 +15,16 @@ import triton.language as tl
 from vllm_oscar.kernels.dependent import supported, wait
 from vllm_oscar.kernels.segments import Segments
 
+_LOG2E = tl.constexpr(1.4426950408889634)
 _SMALL = 512  # (sequence, KV head, column tile) triples up to which every sequence has programs of its own
 
 
 @triton.jit(do_not_specialize=["seqs"])
 def _merge(
-    partial, lse, first, inverse, mean, out, seqs, stride_token, stride_head,
+    partial, lse, first, inverse, mean, sink_logits, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, launch_pdl: tl.constexpr,
+    ROWS: tl.constexpr, SINK_LOGITS: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """SEQS sequences, COLUMNS columns of the tile, BLOCK segments at a time, ROWS channels of the output."""
     place = tl.program_id(0)
@@ -57,20 +60,28 @@ def _merge(
         total = total * decay + weight
         acc = acc * decay[:, None] + part.to(tl.float32) * weight[:, None]
 
+    column = tl.arange(0, C)
+    seq = tl.program_id(1) * SEQS + column // COLUMNS
+    pair = tile * N + column % COLUMNS
     top = tl.max(tl.reshape(m, (BLOCK, C)), 0)
+    if SINK_LOGITS:
+        sink = tl.load(sink_logits + head * RATIO + pair % RATIO).to(tl.float32) * _LOG2E
+        top = tl.maximum(top, sink)
     weight = tl.exp2(tl.reshape(m, (BLOCK, C)) - top[None, :])
     total = tl.sum(tl.reshape(total, (BLOCK, C)) * weight, 0)
+    centre = centre[:, None]
+    if SINK_LOGITS:
+        tokens = total
+        total += tl.exp2(sink - top)
+        centre *= (tokens / total)[None, :]
     weight /= tl.maximum(total, 1e-30)[None, :]
     acc *= tl.reshape(weight, (BLOCK * C,))[:, None]
     # the product wants eight columns; of fewer it gets several shares, which are added afterwards
     K: tl.constexpr = 8 // C if C < 8 else 1
     y = tl.sum(tl.reshape(acc, (BLOCK // K, K * C, DP)), 0)
     x = tl.dot(b, tl.trans(y.to(tl.float16)))
-    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) + centre[:, None]
+    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) + centre
 
-    column = tl.arange(0, C)
-    seq = tl.program_id(1) * SEQS + column // COLUMNS
-    pair = tile * N + column % COLUMNS
     token = (seq * Q_LEN + pair // RATIO).to(tl.int64)
     target = out + token * stride_token + (head * RATIO + pair % RATIO) * stride_head
     kept = (seq < seqs) & (pair < Q_LEN * RATIO)
@@ -103,15 +114,17 @@ def merge_segments(
     q_len: int,
     tile: tuple[int, int],
     out: torch.Tensor,
+    sink_logits: torch.Tensor | None = None,
 ) -> None:
     """One launch from the decode kernel's partials to the output. Nothing may be launched between the two.
 
     Args:
         partial: float16 (segments, KV heads, tiles, N, D), normalised
-        lse: float32 (segments, KV heads, tiles, N), log2 of the sum of exp2
+        lse: float32 (segments, KV heads, tiles, N), log2 of the sum of exp2; with sink_logits, of whole logits
         inverse_t: B_V transposed, float16 (KV heads, D, D), contiguous
         mean: m_V, float32 (KV heads, D)
         out: BF16 or FP16 (sequences * q_len, query heads, D)
+        sink_logits: (query heads,), contiguous
     """
     heads, head_size = mean.shape
     n, tiles = tile
@@ -120,8 +133,8 @@ def merge_segments(
     columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
     share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.table.shape[0])
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
-        partial, lse, segments.first, inverse_t, mean, out, seqs, out.stride(0), out.stride(1),
+        partial, lse, segments.first, inverse_t, mean, sink_logits, out, seqs, out.stride(0), out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
         D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows,
-        launch_pdl=supported(out.device), num_warps=4,
+        SINK_LOGITS=sink_logits is not None, launch_pdl=supported(out.device), num_warps=4,
     )  # fmt: skip
