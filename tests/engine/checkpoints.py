@@ -66,3 +66,11 @@ def add_cache_scales(folder: Path, layers: int, scale: float) -> None:
     file = folder / "model.safetensors"
     scales = {f"model.layers.{n}.self_attn.{kind}_scale": torch.tensor(scale) for n in range(layers) for kind in "kv"}
     save_file(load_file(file) | scales, file, {"format": "pt"})
+
+
+def add_sinks(folder: Path, layers: int, heads: int) -> None:
+    """A sink logit for each query head, from -2 to 2."""
+    file = folder / "model.safetensors"
+    logits = torch.linspace(-2, 2, heads).bfloat16()
+    sinks = {f"model.layers.{n}.self_attn.sinks": logits.clone() for n in range(layers)}
+    save_file(load_file(file) | sinks, file, {"format": "pt"})

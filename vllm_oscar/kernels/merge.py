@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """Partial attention of a sequence's segments -> the layer's output, o_y B_V + m_V.
 
-A head's sink logit, where it has one, is a segment more, of value zero: what it takes m_V loses too.
+A sink logit, where the head has one, takes its share of the result at the end.
 
 A program computes some channels of the output, for which it needs the whole merged row: for small batches the merge
 is done once per slice of channels, which costs less than another launch. Large batches have few segments a sequence
@@ -60,28 +60,24 @@ def _merge(
         total = total * decay + weight
         acc = acc * decay[:, None] + part.to(tl.float32) * weight[:, None]
 
-    column = tl.arange(0, C)
-    seq = tl.program_id(1) * SEQS + column // COLUMNS
-    pair = tile * N + column % COLUMNS
     top = tl.max(tl.reshape(m, (BLOCK, C)), 0)
-    if SINK_LOGITS:
-        sink = tl.load(sink_logits + head * RATIO + pair % RATIO).to(tl.float32) * _LOG2E
-        top = tl.maximum(top, sink)
     weight = tl.exp2(tl.reshape(m, (BLOCK, C)) - top[None, :])
     total = tl.sum(tl.reshape(total, (BLOCK, C)) * weight, 0)
-    centre = centre[:, None]
-    if SINK_LOGITS:
-        tokens = total
-        total += tl.exp2(sink - top)
-        centre *= (tokens / total)[None, :]
     weight /= tl.maximum(total, 1e-30)[None, :]
     acc *= tl.reshape(weight, (BLOCK * C,))[:, None]
     # the product wants eight columns; of fewer it gets several shares, which are added afterwards
     K: tl.constexpr = 8 // C if C < 8 else 1
     y = tl.sum(tl.reshape(acc, (BLOCK // K, K * C, DP)), 0)
     x = tl.dot(b, tl.trans(y.to(tl.float16)))
-    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) + centre
+    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) + centre[:, None]
 
+    column = tl.arange(0, C)
+    seq = tl.program_id(1) * SEQS + column // COLUMNS
+    pair = tile * N + column % COLUMNS
+    if SINK_LOGITS:
+        sink = tl.load(sink_logits + head * RATIO + pair % RATIO).to(tl.float32) * _LOG2E
+        ahead = tl.minimum(sink - top - tl.log2(tl.maximum(total, 1e-30)), 126.0)  # of all tokens together
+        x *= (1.0 / (1.0 + tl.exp2(ahead)))[None, :]
     token = (seq * Q_LEN + pair // RATIO).to(tl.int64)
     target = out + token * stride_token + (head * RATIO + pair % RATIO) * stride_head
     kept = (seq < seqs) & (pair < Q_LEN * RATIO)
