@@ -1,7 +1,8 @@
 """Run by test_kernels_in_engine.py in a process of its own: the GPU's layer and builder in Triton's interpreter.
 
 The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, in
-groups of 32 channels, and the mean of its second layer's keys turns with the position. Prints, for each batch, the
+groups of 32 channels; the mean of its second layer's keys turns with the position, and its first layer is given sink
+logits. Prints, for each batch, the
 number of layer outputs and the largest error in units of what is tolerated; what was seen of keys that are encoded
 again; then the reads that were counted, and the reference's.
 """
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.update(TRITON_INTERPRET="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 
+import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
 from benchmarks.models.shapes import liven, model_folder, prompts, random_sidecar  # noqa: E402
@@ -23,7 +25,7 @@ from gates.observing import Observer, Reencoding  # noqa: E402
 from vllm_oscar.integration import warm_up  # noqa: E402
 from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
 from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402
-from vllm_oscar.integration.runtime import OscarRuntime  # noqa: E402
+from vllm_oscar.integration.runtime import OscarRuntime, oscar_impls  # noqa: E402
 
 
 def rehearse(vllm_config: Any) -> None:
@@ -73,6 +75,8 @@ def main(root: Path) -> None:
         num_gpu_blocks_override=64,
         additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 40}},
     )
+    first = oscar_impls(llm.llm_engine.vllm_config)[0]
+    first.sink_logits = torch.linspace(-2, 6, first.num_heads, dtype=first.runtime.dtype)
     rehearse(llm.llm_engine.vllm_config)
     llm.apply_model(liven)
     observer.begin(llm)
