@@ -125,7 +125,15 @@ def check_int2(engine: Engine, exact: torch.Tensor, bound: float) -> None:
         (GRANITE, {}),
     ],
     ids=[
-        "gemma2", "mistral", "float16", "gqa16", "float32-head80", "skip-layers", "experts", "shared-kv", "gpt-oss",
+        "gemma2",
+        "mistral",
+        "float16",
+        "gqa16",
+        "float32-head80",
+        "skip-layers",
+        "experts",
+        "shared-kv",
+        "gpt-oss",
         "granite",
     ],
 )

@@ -590,8 +590,8 @@ def decode_attention(
     words = pages[..., : layout.head_bytes].view(torch.int32)
     prepare(
         query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles),
-        soft_cap > 0 or sink_logits is not None, words, layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums,
-        workspace.copies, sliding_window, reads, behind_write,
+        soft_cap > 0 or sink_logits is not None, words, layout, pool, table, block_table, seq_lens, workspace.folded,
+        workspace.sums, workspace.copies, sliding_window, reads, behind_write,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
     _decode[(heads * tiles, segments.table.shape[0])](
