@@ -75,8 +75,8 @@ def main(root: Path) -> None:
         num_gpu_blocks_override=64,
         additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 40}},
     )
-    first = oscar_impls(llm.llm_engine.vllm_config)[0]
-    first.sink_logits = torch.linspace(-2, 6, first.num_heads, dtype=first.runtime.dtype)
+    impl = oscar_impls(llm.llm_engine.vllm_config)[0]
+    impl.sink_logits = torch.linspace(-2, 6, impl.num_heads, dtype=impl.runtime.dtype)
     rehearse(llm.llm_engine.vllm_config)
     llm.apply_model(liven)
     observer.begin(llm)

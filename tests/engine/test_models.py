@@ -142,7 +142,7 @@ def test_a_cache_that_reads_only_copies_is_exact(
 ) -> None:
     folder = tiny_model(config)
     if config is GRANITE:  # transformers does not know them
-        add_sinks(folder, TINY["num_hidden_layers"], TINY["num_attention_heads"])
+        add_sinks(folder)
     common = {"skip_tokenizer_init": True, "dtype": options.get("dtype", "bfloat16"), "block_size": 32}
     exact = log_probabilities(any_engine(folder, None, kv_cache_dtype="auto", **common))
     copies = {"sink": 16, "window": 256}
