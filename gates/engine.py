@@ -143,9 +143,7 @@ SETTINGS: dict[str, Setting] = {
     "D256, GQA 8, FP16": Setting({"head_dim": 256, "num_key_value_heads": 1}, {"dtype": "float16"}),
     "windows and soft cap": Setting(GEMMA2),
     "gpt-oss": Setting(GPT_OSS, modes=BOTH, weights=True),
-    "gpt-oss, MXFP4, drafts": Setting(
-        GPT_OSS, {"speculative_config": DRAFTS}, weights=True, mxfp4=True
-    ),
+    "gpt-oss, MXFP4, drafts": Setting(GPT_OSS, {"speculative_config": DRAFTS}, weights=True, mxfp4=True),
     "a layer in BF16": Setting(options={"kv_cache_dtype_skip_layers": ["0"]}),
     "means that turn": Setting(turning=3),
     "steps of 8,192": Setting(options={"max_model_len": 8448, "max_num_batched_tokens": 8192}),
