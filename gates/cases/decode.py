@@ -19,7 +19,8 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the
 class Case:
     """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average;
     layers: that the reads are counted for, 0 not to count; sinks: each query head has a sink logit, about as large as
-    the logarithm of its tokens' sum."""
+    the logarithm of its tokens' sum; queries: of each sequence, where they are not all q_len, which is then the most.
+    """
 
     head_size: int = 128
     group_size: int = 0
@@ -37,10 +38,16 @@ class Case:
     turning: int = 0
     layers: int = 3
     sinks: bool = False
+    queries: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
         return " ".join(changed).replace("torch.", "") or "default"
+
+    @property
+    def each(self) -> tuple[int, ...]:
+        """Queries of each sequence."""
+        return self.queries or (self.q_len,) * len(self.lengths)
 
 
 def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache, torch.Tensor]:
@@ -51,7 +58,7 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache
     generator = torch.Generator(device=device).manual_seed(seed + 1)
     mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING / 2, generator)
     cache = replace(cache, key=replace(cache.key, turning=mean))
-    shape = (len(case.lengths) * case.q_len, case.kv_heads * case.ratio, case.head_size)
+    shape = (sum(case.each), case.kv_heads * case.ratio, case.head_size)
     return cache, (2 * torch.randn(shape, generator=generator, device=device)).to(case.dtype)
 
 
@@ -79,11 +86,12 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor,
         tensor.fill_(float("nan"))
     out = torch.full_like(query, float("nan"))
     counts = torch.zeros(3, dtype=torch.int64, device=device)
+    starts = torch.tensor([0, *case.each], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     decode_attention(
         query, cache.pages, cache.layout, cache.pool, cache.table, cache.block_table, cache.seq_lens, case.q_len,
         segments, DecodeTables.of(cache.key, cache.value), case.head_size**-0.5, case.soft_cap, case.sliding_window,
         workspace, out, ReadCounter(counts, case.layers) if case.layers else None,
-        sink_logits=sink_logits(case, cache),
+        sink_logits=sink_logits(case, cache), query_starts=starts if case.queries else None,
     )  # fmt: skip
     return out, counts
 
@@ -93,7 +101,7 @@ def check(case: Case, device: torch.device) -> str:
     cache, query = inputs(case, device)
     out, counts = attend(case, cache, query)
     expected, reads = reference(
-        cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window, sink_logits(case, cache)
+        cache, query, case.each, case.head_size**-0.5, case.soft_cap, case.sliding_window, sink_logits(case, cache)
     )
     size = expected.double().norm(dim=-1).clamp(min=1e-6)
     error = ((out.double() - expected.double()).norm(dim=-1) / size).max().item()
@@ -152,5 +160,12 @@ def gpu_cases() -> list[Case]:
         Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, turning=8, sinks=True, dtype=torch.float16),
         Case(head_size=256, lengths=long, kv_heads=2, soft_cap=20.0, sinks=True),
         Case(lengths=tuple(range(1, 1400, 7)), kv_heads=8, sinks=True),
+        Case(lengths=(3000, 70, 4, 900), kv_heads=2, q_len=4, queries=(1, 3, 4, 2)),
+        Case(lengths=(3000, 70, 5, 900), kv_heads=2, ratio=8, q_len=5, queries=(5, 1, 5, 1), sliding_window=600),
+        Case(head_size=64, lengths=(*mixed, 20000), kv_heads=2, ratio=8, q_len=3, queries=(1, 2, 3) * 3, sinks=True),
+        Case(lengths=(40000, 70, 9), kv_heads=2, q_len=9, queries=(2, 9, 1), soft_cap=20.0, turning=8),
+        Case(
+            lengths=tuple(range(7, 1400, 7)), kv_heads=8, q_len=6, queries=(1, 6, 1, 2) * 49 + (3, 4, 5), block_size=64
+        ),
     ]
     return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]
