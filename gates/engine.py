@@ -133,6 +133,8 @@ class Setting:
 
 
 BOTH = ("graphs", "eager")
+# on the host, which knows how many each request has
+SEVERAL = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # reaches from before the window to keys that were written by decoding and have left it
 Reencoded = functools.partial(Setting, options=DECODE_GRAPHS, oscar={"sink": 16, "window": 64}, reencoded=True)
@@ -147,6 +149,7 @@ SETTINGS: dict[str, Setting] = {
     "a layer in BF16": Setting(options={"kv_cache_dtype_skip_layers": ["0"]}),
     "means that turn": Setting(turning=3),
     "steps of 8,192": Setting(options={"max_model_len": 8448, "max_num_batched_tokens": 8192}),
+    "drafts of several lengths": Setting(options={"speculative_config": SEVERAL}),
     "drafts": Setting(options={"speculative_config": DRAFTS}, modes=BOTH),
     "D80, turning, new weights, sleep": Setting(
         {"head_dim": 80}, DECODE_GRAPHS | {"enable_sleep_mode": True}, turning=3, weights=True,
