@@ -1,4 +1,4 @@
-# make env | model | demo | test | lint | seams | test-all-versions | clean
+# make env | model | demo | test | lint | docs | seams | test-all-versions | clean
 #
 # Everything lives in .venv and .model; stamp files make a second run instant. The demo uses vLLM's CUDA build, in
 # .venv-cuda, where there is an NVIDIA GPU; tests use the CPU build everywhere. OSCAR_VENV=FOLDER uses an environment that
@@ -13,7 +13,7 @@ DEMO_ENV := $(if $(OSCAR_VENV),,$(DEMO_VENV)/.stamp)
 MODEL := .model/SmolLM2-135M-Instruct
 SIDECAR := $(MODEL)/oscar/rotations.safetensors
 
-.PHONY: env model demo test lint seams test-all-versions clean
+.PHONY: env model demo test lint docs seams test-all-versions clean
 
 env: $(ENV)
 
@@ -36,11 +36,17 @@ lint: $(ENV)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(VENV)/bin/hadolint Dockerfile
+
+# the documentation as a site, in site/; links and anchors are checked
+docs: $(ENV)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
 
 # in two processes: most tests start an engine, which is mostly one thread; in the order of the files, as those with the
-# fewest tests take longest
+# fewest tests take longest; then some with the model runner that vLLM has on GPUs, in Triton's interpreter
 test: lint
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON) -m pytest -m both_runners --numprocesses 2 --dist loadfile
 
 # the sources of every supported vLLM, from wheels that pip fetches one after the other: about a minute, 1.2 GB
 seams: $(ENV)
@@ -51,4 +57,4 @@ test-all-versions: $(SIDECAR)
 	OSCAR_TEST_MODEL=$(abspath $(MODEL)) OSCAR_TEST_SIDECAR=$(abspath $(SIDECAR)) scripts/test_all_versions.sh
 
 clean:
-	rm -rf .venv .venv-cuda .model build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-cuda .model build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -13,11 +13,12 @@ from vllm_oscar import __version__
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
 from vllm_oscar.calibrate.refit import Keys, refit
+from vllm_oscar.calibrate.rope import default_context
 from vllm_oscar.calibrate.search import SAMPLES, search
 from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
 from vllm_oscar.calibrate.streaming import Model, State, collect
-from vllm_oscar.errors import ConfigError, OscarError
+from vllm_oscar.errors import CalibrationError, ConfigError, OscarError
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import (
     ENCODERS,
@@ -67,6 +68,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=("auto", "bfloat16", "float16", "float32"), default="auto",
                    help="of the forward passes; auto: the checkpoint's, bfloat16 for float32")  # fmt: skip
+    p.add_argument("--revision", help="branch, tag or commit of a hub id; the sidecar is looked for by it")
+    p.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     p.add_argument("--no-resume", action="store_true", help="do not go on from a calibration that was killed")
     return p
 
@@ -89,8 +92,9 @@ def run(options: argparse.Namespace) -> Sidecar:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to look at
-    out = options.out or cached_path(options.model)
-    config = AutoConfig.from_pretrained(options.model)
+    out = options.out or cached_path(options.model, options.revision)
+    checkpoint = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
+    config = AutoConfig.from_pretrained(options.model, **checkpoint)
     fingerprint = ModelFingerprint.of(config)
     layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes
     recipe = Recipe.of(
@@ -105,87 +109,90 @@ def run(options: argparse.Namespace) -> Sidecar:
         key_clip=options.key_clip,
         value_clip=options.value_clip,
         search=options.search,
-        context=options.context or getattr(config.get_text_config(), "max_position_embeddings", 0),
+        context=options.context or default_context(config),
         turning_pairs=options.turning_pairs,
     )
     if options.sequences < 1 or options.length < 2 or options.stride < 1 or (options.context or 1) < 1:
         raise ConfigError("--sequences, --length, --stride and --context must be positive")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, **checkpoint)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
     logger.info("%d sequences of %d tokens from %s", *data.ids.shape, data.name)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     state_folder = out.with_name(out.name + ".state")
-    with Model.opened(options.model, torch.device(options.device), dtype) as model:
-        sidecar = calibrate(
-            model, fingerprint, data, recipe, options.sink, options.window, options.stride, state_folder,
-            name=options.model, resume=not options.no_resume,
-        )  # fmt: skip
-    written = sidecar.save(out)
-    State.discard(state_folder)
+    far = FarSet(options.sink, options.window, options.stride)
+    with Model.opened(options.model, torch.device(options.device), dtype, recipe.context, **checkpoint) as model:
+        job = describe(options.model, model, fingerprint, data, recipe, far)
+        with State(state_folder, job, resume=not options.no_resume) as state:
+            sidecar = calibrate(model, fingerprint, data, recipe, far, state)
+            if model.files() != job["weights"]:
+                raise CalibrationError(f"{options.model} was changed while it was calibrated; start again")
+            written = sidecar.save(out)
+            state.discard()
     logger.info("wrote %s (%s)\n%s", out, written.digest[:12], _peak_memory(torch.device(options.device)))
     return written
 
 
+def describe(
+    name: str, model: Model, fingerprint: ModelFingerprint, data: Sequences, recipe: Recipe, far: FarSet
+) -> dict[str, Any]:
+    """All that a layer's statistics depend on: a killed run goes on only where it is the same."""
+    return {
+        "version": __version__,
+        "model": name,
+        "fingerprint": vars(fingerprint),
+        "weights": model.files(),
+        "data": data.digest,
+        "far": vars(far) if recipe.aware else None,
+        "dtype": str(next(model.decoder.parameters()).dtype),
+        "context": recipe.context,
+        "tuned": vars(recipe) if recipe.refits or recipe.search else None,
+    }
+
+
 def calibrate(
-    model: Model,
-    fingerprint: ModelFingerprint,
-    data: Sequences,
-    recipe: Recipe,
-    sink: int,
-    window: int,
-    stride: int,
-    state_folder: Path,
-    name: str = "",
-    resume: bool = True,
+    model: Model, fingerprint: ModelFingerprint, data: Sequences, recipe: Recipe, far: FarSet, state: State
 ) -> Sidecar:
-    """A sidecar in memory; `state_folder` is left for the caller to remove once it is saved.
+    """A sidecar in memory; `state` is left for the caller to discard once it is saved.
 
     Raises:
         ConfigError: no sequence is longer than sink + window, so that none reads INT2.
+        CalibrationError: what was measured is not the checkpoint's model.
     """
     from tqdm import tqdm
 
     length = data.ids.shape[1]
-    if length <= sink + window:
+    if length <= far.sink + far.window:
         raise ConfigError(
-            f"sequences of {length} tokens never read INT2: take --length above sink + window = {sink + window}"
+            f"sequences of {length} tokens never read INT2: take --length above sink + window = {far.sink + far.window}"
         )
-    pairs = FarSet(sink, window, stride)
-    far = pairs if recipe.aware else None
-    tuned = recipe.refits or recipe.search
-    job: dict[str, Any] = {
-        "version": __version__,
-        "model": name,
-        "fingerprint": vars(fingerprint),
-        "data": data.digest,
-        "far": vars(far) if far else None,
-        "dtype": str(next(model.decoder.parameters()).dtype),
-        "tuned": vars(recipe) if tuned else None,
-    }
 
     def tune(statistics: LayerStatistics, keys: Sequence[Keys], samples: Sequence[Attention]) -> LayerStatistics:
         if recipe.refits:
             statistics = refit(statistics, keys, recipe)
         if recipe.search:
-            statistics.tensors |= search(solve(statistics, recipe)[0], samples, pairs, recipe.group_size)
+            statistics.tensors |= search(solve(statistics, recipe)[0], samples, far, recipe.group_size)
         return statistics
 
-    state = State(state_folder, job, resume)
     if state.done >= 0:
-        logger.info("going on after %d layers (%s)", state.done, state_folder)
+        logger.info("going on after %d layers (%s)", state.done, state.folder)
     layers = len(model.layers)
     with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
         calls_kept = SAMPLES if recipe.search else 0
-        collect(model, data.ids, far, state, bar.update, tune if tuned else None, calls_kept)
+        tuned = recipe.refits or recipe.search
+        collect(model, data.ids, far if recipe.aware else None, state, bar.update, tune if tuned else None, calls_kept)
     solved: dict[int, LayerCalibration] = {}
-    absent, unknown = [], []
+    absent, unknown, without_rope = [], [], []
     for index in range(layers):
         statistics = state.statistics(index)
         if not statistics.tensors:
             absent.append(index)
             continue
-        if recipe.aware and "frequency" not in statistics.tensors:
-            unknown.append(index)
+        if recipe.aware:
+            frequency = statistics.tensors.get("frequency")
+            if frequency is None:
+                unknown.append(index)
+            elif not len(frequency):
+                without_rope.append(index)
         solved[index], idle = solve(statistics, recipe)
         for letter, which in idle.items():
             if which:
@@ -204,14 +211,16 @@ def calibrate(
         "sequences": len(data.ids),
         "length": length,
         "tokens": data.ids.numel(),
-        "stride": stride,
+        "stride": far.stride,
         "context": recipe.context if recipe.aware else None,
+        "layers_without_rope": without_rope or None,
+        "layers_with_unknown_rope": unknown or None,
         "search": recipe.search,
         "value_target": recipe.value_target if recipe.method == "reference" else None,
         "vllm_oscar": __version__,
     }
     return Sidecar(
-        solved, fingerprint, recipe.method, recipe.group_size, sink, window, recipe.per, tuple(absent), metadata
+        solved, fingerprint, recipe.method, recipe.group_size, far.sink, far.window, recipe.per, tuple(absent), metadata
     )
 
 

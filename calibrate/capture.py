@@ -3,7 +3,7 @@
 Taken at the attention call, through transformers' registry of attention functions, so that no model is known by name.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -147,6 +147,19 @@ def attention_function(config: Any, name: str, attend: Callable[..., Any]) -> It
         yield
     finally:
         config._attn_implementation = before
+
+
+@contextmanager
+def replaced_forwards(modules: Sequence[nn.Module], forwards: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """While this is open, modules do something else instead of their forward."""
+    before = [module.forward for module in modules]
+    for module, forward in zip(modules, forwards, strict=True):
+        module.forward = forward
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            module.forward = forward
 
 
 def attention_output(attention: Attention) -> torch.Tensor:

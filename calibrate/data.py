@@ -96,8 +96,8 @@ def _json_rows(file: Path) -> Iterator[Any]:
             if line.strip():
                 try:
                     yield json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise ConfigError(f"--data {file}, line {number}: not JSON ({error})") from error
+                except (ValueError, RecursionError) as error:  # also numbers of too many digits
+                    raise ConfigError(f"--data {file}, line {number}: not JSON that can be read ({error})") from error
 
 
 def _parquet_rows(file: Path) -> Iterator[Any]:
@@ -105,10 +105,13 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
         from pyarrow.parquet import ParquetFile  # an optional dependency
     except ImportError as error:
         raise ConfigError(f"--data {file}: Parquet needs pyarrow (pip install pyarrow), or use .jsonl") from error
-    opened = ParquetFile(file)
-    columns = [name for name in ("text", "messages") if name in opened.schema_arrow.names]
-    for batch in opened.iter_batches(batch_size=256, columns=columns):
-        yield from batch.to_pylist()
+    try:
+        opened = ParquetFile(file)
+        columns = [name for name in ("text", "messages") if name in opened.schema_arrow.names]
+        for batch in opened.iter_batches(batch_size=256, columns=columns):
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--data {file}: not a whole Parquet file ({error!s:.200})") from error
 
 
 def _hub_rows(name: str) -> Iterator[Any]:

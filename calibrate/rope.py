@@ -14,44 +14,106 @@ row. Where that is large (Qwen2's biases; slow pairs in long contexts) the mean 
 taken off as it turns: vllm_oscar.turning.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from vllm_oscar.calibrate.statistics import LayerStatistics
 from vllm_oscar.sidecar import MAX_TURNING_PAIRS
 from vllm_oscar.turning import TurningMean
 
 _LENGTHS = 32  # of contexts, that stand for all
+_ROUNDING = 0.03  # of a pair's keys: what BF16 does to RoPE is below 0.01
 PAYS = 1.0  # what is left of a pair, in units of the variance of all else in the row; measured, docs/quality.md
 
 
-def rope_frequencies(decoder: nn.Module, options: Mapping[str, Any]) -> torch.Tensor | None:
-    """float32 (pairs,), radians a token, of a layer that the decoder calls with `options`; None: no fixed ones found.
+def turning_frequencies(
+    before: torch.Tensor, after: torch.Tensor, candidates: Iterable[torch.Tensor]
+) -> torch.Tensor | None:
+    """What RoPE does to a layer's keys, found from the keys themselves: a layer may be given angles and not use them.
 
-    The numbers are those of the rotary embedding whose angles the layer is given. Scaled ones (Llama 3, YaRN) are fixed
-    as well; where they depend on the sequence's length, or a layer has no RoPE, there is nothing to find.
+    Args:
+        before: (heads, T, D), the layer's keys with every angle 0
+        after: (heads, T, D), the same keys with their own angles
+        candidates: (pairs,) each, radians a token, such as the model's `inv_freq` buffers
+
+    Returns:
+        float32 (pairs,): the candidate that turns the first into the second. Empty: the layer has no RoPE. None: no
+        candidate does, as where RoPE is of another kind, or norms come after it.
     """
-    given = options.get("position_embeddings")
-    if not (isinstance(given, tuple) and len(given) == 2):
-        return None
-    cos, sin = (part[0].double().cpu() for part in given)  # (T, pairs), mostly twice side by side
-    near = slice(1, 33)
-    for name, buffer in decoder.named_buffers():
-        if not name.endswith("inv_freq") or "original" in name or buffer.is_meta:
-            continue
-        frequency = buffer.detach().float().cpu()
-        pairs = len(frequency)
-        if cos.shape[1] not in (pairs, 2 * pairs):
-            continue
-        angle = torch.arange(len(cos), dtype=torch.float64)[near, None] * frequency.double()
-        size = torch.hypot(cos, sin)[near, :pairs]  # YaRN scales both; BF16 has them to 2^-9
-        if ((angle.cos() * size - cos[near, :pairs]).abs() < 0.02).all():
+    if torch.equal(before, after):
+        return torch.zeros(0, device=before.device)
+    before, after = before.float(), after.float()
+    for frequency in candidates:
+        frequency = frequency.to(before)
+        if 0 < 2 * len(frequency) <= before.shape[-1] and any(
+            _turns(before, after, frequency, *layout) for layout in _layouts(frequency)
+        ):
             return frequency
     return None
+
+
+def _turns(
+    before: torch.Tensor, after: torch.Tensor, frequency: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+) -> bool:
+    """Whether pairs (first, second) turn by that; all may be stretched as well (YaRN)."""
+    angle = torch.arange(before.shape[1], device=before.device)[:, None] * frequency.double()
+    cos, sin = angle.cos().float(), angle.sin().float()
+    x, y = before[..., first], before[..., second]
+    turned = torch.stack([x * cos - y * sin, y * cos + x * sin])  # (2, heads, T, pairs)
+    found = torch.stack([after[..., first], after[..., second]])
+    stretch = (turned * found).sum() / turned.square().sum().clamp(min=1e-30)
+    rest = torch.ones(before.shape[-1], dtype=torch.bool, device=before.device)
+    rest[first] = rest[second] = False
+    error, size = ((part.square()).sum((0, 1, 2)) for part in (found - stretch * turned, found))
+    return torch.equal(before[..., rest], after[..., rest]) and bool((error <= _ROUNDING**2 * size).all())
+
+
+def _layouts(frequency: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Channels of each pair: halves of the rotated ones (Llama), or neighbours (GLM, Cohere)."""
+    index = torch.arange(len(frequency), device=frequency.device)
+    return [(index, index + len(index)), (2 * index, 2 * index + 1)]
+
+
+def default_context(config: Any) -> int:
+    """Tokens of the longest context that vLLM serves unless told otherwise; 0: the configuration does not say."""
+    text = config.get_text_config()
+    for parameters in _scalings(text):
+        if parameters.get("rope_type") == "longrope":  # longer ones cost short prompts quality: vLLM wants to be asked
+            return int(_original_context(text, parameters))
+    return getattr(text, "max_position_embeddings", None) or 0
+
+
+def as_served(config: Any, context: int) -> Any:
+    """A copy of a transformers configuration whose RoPE is the same for short sequences as for the context.
+
+    LongRoPE has factors for short and for long sequences. vLLM takes one set for all positions, by `--max-model-len`;
+    transformers would take the short ones for every calibration.
+    """
+    config = deepcopy(config)
+    text = config.get_text_config()
+    for parameters in _scalings(text):
+        if parameters.get("rope_type") == "longrope":
+            used = "long" if context > _original_context(text, parameters) else "short"
+            for name in ("factor", "mscale"):
+                if f"{used}_{name}" in parameters:
+                    parameters[f"short_{name}"] = parameters[f"long_{name}"] = parameters[f"{used}_{name}"]
+    return config
+
+
+def _scalings(config: Any) -> list[dict[str, Any]]:
+    """The configuration's own RoPE parameters: one dict, or one for each layer type."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    by_type = [value for value in given.values() if isinstance(value, dict)]
+    return by_type or [given]
+
+
+def _original_context(config: Any, parameters: dict[str, Any]) -> int:
+    kept = parameters.get("original_max_position_embeddings")
+    return kept or getattr(config, "original_max_position_embeddings", None) or config.max_position_embeddings
 
 
 @dataclass(frozen=True)
@@ -74,12 +136,12 @@ def key_moments(statistics: LayerStatistics, context: int, pairs: int = MAX_TURN
     """The keys' moments in contexts of so many tokens.
 
     Args:
-        statistics: of `aware`; without RoPE's frequencies, its moments are returned as they are
+        statistics: of `aware`; without RoPE, or where it is not known, its moments are returned as they are
         context: tokens; not longer than the sequences: the moments are those of the sequences
         pairs: at most so many turn
     """
     error = statistics.tensors["key_error"]
-    if "frequency" not in statistics.tensors:
+    if not _has_rope(statistics):
         mean, covariance = statistics.mean_and_covariance("key")
         return Moments(mean, covariance, error, None)
     rope = _Rope.of(statistics, context)
@@ -93,7 +155,7 @@ def key_moments(statistics: LayerStatistics, context: int, pairs: int = MAX_TURN
 def key_mean(statistics: LayerStatistics, context: int, turning: TurningMean | None) -> torch.Tensor:
     """What `key_moments` has for the mean where that much of it turns, float64 (heads, D)."""
     mean, _ = statistics.mean_and_covariance("key", turning)
-    return _Rope.of(statistics, context).averaged_mean(mean) if "frequency" in statistics.tensors else mean
+    return _Rope.of(statistics, context).averaged_mean(mean) if _has_rope(statistics) else mean
 
 
 def turned_rows(
@@ -104,9 +166,9 @@ def turned_rows(
     Args:
         rows: float32 (tokens, heads, D), after RoPE
         position: int64 (tokens,), where they are now
-        statistics: of `aware`; without RoPE's frequencies, rows stay where they are
+        statistics: of `aware`; without RoPE, or where it is not known, rows stay where they are
     """
-    if "frequency" not in statistics.tensors:
+    if not _has_rope(statistics):
         return rows, position
     rope = _Rope.of(statistics, context)
     generator = torch.Generator().manual_seed(0)
@@ -118,6 +180,11 @@ def turned_rows(
     turned = rows.clone()
     turned[..., rope.first], turned[..., rope.second] = first * cos - second * sin, second * cos + first * sin
     return turned, position + shift
+
+
+def _has_rope(statistics: LayerStatistics) -> bool:
+    """Whether it is known how the layer's keys turn."""
+    return len(statistics.tensors.get("frequency", ())) > 0
 
 
 @dataclass(frozen=True)
@@ -139,13 +206,11 @@ class _Rope:
 
     @classmethod
     def of(cls, statistics: LayerStatistics, context: int) -> "_Rope":
-        """Pairs are halves of the rotated channels (Llama) or neighbours (GLM): the right ones have more in common."""
+        """Which of both layouts it is: the right pairs have more in common."""
         frequency, own = statistics.tensors["frequency"], int(statistics.tensors["length"])
-        index = torch.arange(len(frequency), device=frequency.device)
-        layouts = [(index, index + len(index)), (2 * index, 2 * index + 1)]
         step = (torch.arange(_LENGTHS, dtype=torch.float64, device=frequency.device) + 0.5) / _LENGTHS
         lengths = (own * (max(context, own) / own) ** step).ceil()
-        both = [cls(frequency, *layout, lengths, lengths - own + 1) for layout in layouts]
+        both = [cls(frequency, *layout, lengths, lengths - own + 1) for layout in _layouts(frequency)]
         return max(both, key=lambda rope: float(rope._before(statistics).square().sum()))
 
     def _before(self, statistics: LayerStatistics) -> torch.Tensor:

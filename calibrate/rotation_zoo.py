@@ -15,7 +15,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 
@@ -32,6 +33,7 @@ from vllm_oscar.errors import (
 from vllm_oscar.rotation import bit_reversal_permutation, hadamard, regularised
 from vllm_oscar.sidecar import ENCODERS, LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
 
+_DIGITS = 6  # of a layer's number, at most
 OLDEST_TORCH = "2.10"  # before it, weights_only does not keep a hostile file from running code
 
 
@@ -66,30 +68,44 @@ class Rotations:
         if not Path(path).is_file():
             raise SidecarNotFoundError(f"{path}: no such file")
         try:
+            _refuse_inflated(Path(path))
             given = torch.load(path, map_location="cpu", weights_only=True)
+        except SidecarCorruptError:
+            raise
         except Exception as error:  # a hostile pickle can make torch raise anything
-            raise SidecarCorruptError(f"{path}: not a .pt file of plain tensors ({error})") from error
+            raise SidecarCorruptError(f"{path}: not a .pt file of plain tensors ({error!s:.200})") from error
         version = given.get("format_version") if isinstance(given, dict) else None
-        if version not in (1, 2) or not isinstance(given.get("layers"), dict) or not given["layers"]:
+        if type(version) is not int or version not in (1, 2):
             raise SidecarCorruptError(f"{path}: not a RotationZoo file of format 1 or 2")
-        rotations, eigenvalues = {}, {}
+        if not isinstance(given.get("layers"), dict) or not given["layers"]:
+            raise SidecarCorruptError(f"{path}: not a RotationZoo file: it has no layers")
+        rotations, eigenvalues, numbers = {}, {}, 0
         for key, layer in given["layers"].items():
-            index = int(key) if str(key).isdecimal() else -1
+            index = _layer_number(key)
             parts = layer if isinstance(layer, dict) else {}
+            if index is None or _layer_number(parts.get("layer_id")) != index:
+                raise SidecarCorruptError(f"{path}: a layer does not carry its own number as layer_id")
             rotation, values = parts.get("rotation"), parts.get("eigenvalues")
-            if index < 0 or parts.get("layer_id") not in (index, key):
-                raise SidecarCorruptError(f"{path}: layer {key!r} does not carry its own number as layer_id")
-            if not isinstance(rotation, torch.Tensor) or not isinstance(values, torch.Tensor):
-                raise SidecarCorruptError(f"{path}: layer {index} lacks rotation or eigenvalues")
+            if not _plain(rotation) or not _plain(values):
+                raise SidecarCorruptError(f"{path}: layer {index} lacks rotation or eigenvalues as plain tensors")
             if rotation.dim() != version + 1 or rotation.shape[:-1] != values.shape:
                 raise SidecarShapeError(
                     f"{path}: layer {index} has a rotation {tuple(rotation.shape)} and eigenvalues "
                     f"{tuple(values.shape)}, which is not format {version}"
                 )
+            numbers += rotation.numel() + values.numel()
+            if numbers > Path(path).stat().st_size:  # tensors that repeat or share what is in the file
+                raise SidecarCorruptError(f"{path}: layers hold more numbers than the file has bytes")
             size = rotation.shape[-1]
-            rotations[index] = rotation.float().view(-1, size, size)
-            eigenvalues[index] = values.float().view(-1, size).sort(-1).values
-        return cls(str(given.get("objective", "")), rotations, eigenvalues, "layer" if version == 1 else "head")
+            rotations[index] = rotation.float().reshape(-1, size, size)
+            eigenvalues[index] = values.float().reshape(-1, size).sort(-1).values
+        objective = given.get("objective")
+        return cls(
+            objective if isinstance(objective, str) else "",
+            rotations,
+            eigenvalues,
+            "layer" if version == 1 else "head",
+        )
 
     def save(self, path: str | Path) -> None:
         """Write a file, by temporary file and rename."""
@@ -112,6 +128,33 @@ class Rotations:
         temporary = Path(f"{path}.tmp")
         torch.save(content, temporary)
         os.replace(temporary, path)
+
+
+def _refuse_inflated(path: Path) -> None:
+    """What a file makes torch read is at most as large as the file: PyTorch neither compresses nor shares entries."""
+    with ZipFile(path) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != ZIP_STORED for entry in entries) or (
+        sum(entry.file_size for entry in entries) > path.stat().st_size
+    ):
+        raise SidecarCorruptError(f"{path}: not a .pt file that PyTorch wrote: it holds more than its size")
+
+
+def _layer_number(given: object) -> int | None:
+    """A layer's number, which files have as int or as str; None: it is none."""
+    if type(given) is str and len(given) <= _DIGITS and given.isascii() and given.isdecimal():
+        return int(given)
+    return given if type(given) is int and 0 <= given < 10**_DIGITS else None
+
+
+def _plain(tensor: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is numbers in memory, and nothing else that a pickle can make."""
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.layout == torch.strided
+        and tensor.device.type == "cpu"
+        and tensor.is_floating_point()
+    )
 
 
 def to_sidecar(

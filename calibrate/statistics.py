@@ -38,10 +38,10 @@ class LayerStatistics:
         tensors: float64, by name. `reference`: query_covariance, value_plain, value_weighted, value_output
             (heads, D, D), sequences (). `aware`: key_error, key_second, value_error, value_second (heads, D, D),
             key_first, value_first (heads, D), key_weight, value_weight (heads,), and where RoPE is known its frequency
-            (pairs,), the sequences' length (), and, over cosines and sines of RoPE's angles, wave_first
-            (heads, 2 pairs), wave_second (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D). Beside them what
-            `refit` found: key_refit_transform (heads, D, D); and what `search` found: key_gain, value_gain, key_clip,
-            value_clip ().
+            (pairs,), empty for a layer without RoPE, the sequences' length (), and, over cosines and sines of RoPE's
+            angles, wave_first (heads, 2 pairs), wave_second (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D).
+            Beside them what `refit` found: key_refit_transform (heads, D, D); and what `search` found: key_gain,
+            value_gain, key_clip, value_clip ().
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor] | None = None) -> None:
@@ -58,7 +58,7 @@ class LayerStatistics:
 
         Args:
             far: the pairs for the sums of `aware`; None: the sums of `reference`
-            frequency: float32 (pairs,), of RoPE in radians a token; None: not known, or there is none
+            frequency: float32 (pairs,), of RoPE in radians a token; empty: there is none; None: not known
 
         Returns:
             For `aware`: float64 (heads, T), what an error in each key's logits costs.

@@ -130,7 +130,7 @@ class Observer:
             before, decodes = after - (end - start), request < step.num_decodes
             tokens = after if decodes else before
             blocks = step.block_table[request, : -(-tokens // impl.layout.block_size)].long()
-            stored = read_rows(views, impl.pool, step.table, blocks, tokens, before)
+            stored = read_rows(views, impl.pool, step.table, blocks, tokens, before, impl.sliding_window)
             self.seen.reads.append(stored.reads(before, impl.runtime.config.sink, impl.sliding_window).tolist())
             heads = (end - start, -1, impl.head_size)
             wanted = attend(

@@ -11,7 +11,7 @@ import torch
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout, pack
-from vllm_oscar.quantizer import MAX_VALUE_SCALE, encode_ls
+from vllm_oscar.quantizer import MAX_VALUE_SCALE, encode_ls, sanitised
 from vllm_oscar.rotation import Transform
 from vllm_oscar.turning import TurningMean
 
@@ -37,13 +37,15 @@ class Cache:
     value: Transform
 
 
-def transform(heads: int, head_size: int, dtype: torch.dtype, generator: torch.Generator) -> Transform:
-    """A random transform that is not orthogonal, with a mean."""
+def transform(
+    heads: int, head_size: int, dtype: torch.dtype, generator: torch.Generator, size: float = 1.0
+) -> Transform:
+    """A random transform that is not orthogonal, with a mean, of rows whose elements are of about `size`."""
     device = generator.device
     matrix = torch.randn(heads, head_size, head_size, generator=generator, device=device, dtype=torch.float64)
     matrix = torch.linalg.qr(matrix).Q * torch.linspace(0.5, 2.0, head_size, device=device, dtype=torch.float64)
     mean = torch.randn(heads, head_size, generator=generator, device=device)
-    return Transform.rounded(mean, matrix.float(), dtype)
+    return Transform.rounded(size * mean, matrix.float() / size, dtype)
 
 
 def turning_mean(heads: int, head_size: int, pairs: int, size: float, generator: torch.Generator) -> TurningMean | None:
@@ -81,9 +83,12 @@ def fill(
     seed: int = 0,
     device: torch.device | str = "cpu",
     copied: float = 0.8,
+    saturated: bool = False,
+    value_size: float = 1.0,
 ) -> Cache:
     """A cache of sequences in random blocks. Not every block has a slot, and not every row in a slot is proven:
-    unproven rows hold NaN, proven ones are there outside the contract too."""
+    unproven rows hold NaN, proven ones are there outside the contract too. If `saturated`, some rows are as large as
+    rows can be, and transforms such that raw ones are not; value_size: see `transform`."""
     device = torch.device(device)
     generator = torch.Generator(device=device).manual_seed(seed)
     p, d = layout.block_size, layout.head_size
@@ -105,7 +110,11 @@ def fill(
         own = free[taken : taken + count]
         taken += count
         block_table[index, :count] = own
-        rows = torch.randn(2, length, heads, d, generator=generator, device=device).to(dtype)
+        rows = torch.randn(2, length, heads, d, generator=generator, device=device)
+        if saturated:  # one key: attention to several would be decided by their rounding
+            rows[KEY, -1] *= 1e6
+            rows[VALUE, ::2] *= 1e6
+        rows = sanitised(rows)[0].to(dtype)
         token = torch.arange(length, device=device)
         at, off = own[token // p].long(), token % p
         for which in (KEY, VALUE):
@@ -126,8 +135,21 @@ def fill(
         pool.rows[slot[where[:, 0]], where[:, 1], :, off[where[:, 0]]] = float("nan")
     return Cache(
         layout, pages, pool, table, block_table, torch.tensor(lengths, dtype=torch.int32, device=device),
-        transform(heads, d, dtype, generator), transform(heads, d, dtype, generator),
+        transform(heads, d, dtype, generator, 1e-3 if saturated else 1.0),
+        transform(heads, d, dtype, generator, 1e-3 if saturated else value_size),
     )  # fmt: skip
+
+
+def free_before_window(cache: Cache, computed: list[int], sliding_window: int | None) -> None:
+    """What vLLM does to the block tables of a sliding-window group: blocks that no further token sees are gone, and its
+    null block, which is full of NaN here, stands in their place.
+
+    Args:
+        computed: tokens of each sequence before the step
+    """
+    for index, before in enumerate(computed):
+        gone = attention.first_seen(before, sliding_window) // cache.layout.block_size
+        cache.block_table[index, :gone] = 0
 
 
 def reference(
@@ -157,7 +179,7 @@ def reference(
             continue
         blocks = cache.block_table[index, : -(-length // cache.layout.block_size)].long()
         before = length - count
-        stored = attention.read_rows(views, cache.pool, cache.table, blocks, length, before)
+        stored = attention.read_rows(views, cache.pool, cache.table, blocks, length, before, sliding_window)
         reads += stored.reads(before, cache.table.contract.sink, sliding_window)
         parts.append(
             attention.attend(

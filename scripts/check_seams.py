@@ -9,7 +9,8 @@ kept no longer than needed). What is compared comes from our own sources, but fo
 - calls of what is imported name parameters that exist, and give those that have no default;
 - classes of ours take what the vLLM classes they derive from take, and define what is abstract there;
 - attributes that we read of vLLM's objects exist (RECEIVERS says which names are which objects);
-- what we replace, or what calls us, has the parameters we rely on (SIGNATURES).
+- what we replace, or what calls us, has the parameters we rely on (SIGNATURES);
+- what vLLM says of a layer before it chooses a backend is known to us, or false unless something new is asked for.
 """
 
 import ast
@@ -59,10 +60,11 @@ ATTRIBUTES = {
     "vllm.engine.arg_utils.EngineArgs": "kv_cache_dtype max_num_seqs",
     "vllm.config.CacheConfig": "cache_dtype kv_sharing_fast_prefill",
     "vllm.config.ParallelConfig": "prefill_context_parallel_size use_ubatching",
-    "vllm.config.ModelConfig": "model hf_config dtype is_hybrid",
+    "vllm.config.ModelConfig": "model hf_config dtype is_hybrid revision trust_remote_code hf_overrides",
     "vllm.config.VllmConfig": "additional_config kv_transfer_config speculative_config",
     "vllm.v1.attention.selector.AttentionSelectorConfig": "has_sink use_sparse use_mm_prefix use_non_causal",
     "vllm.v1.worker.gpu_worker": "kernel_warmup",
+    "vllm.device_allocator.cumem.CuMemAllocator": "instance use_memory_pool",
     "vllm.config.cache": "CacheDType",
 }
 
@@ -72,6 +74,11 @@ SIGNATURES = {
     "vllm.platforms.cpu.CpuPlatform.get_attn_backend_cls": "cls selected_backend attn_selector_config",
     "vllm.platforms.cuda.CudaPlatformBase.get_attn_backend_cls": "cls selected_backend attn_selector_config",
     "vllm.model_executor.layers.attention.Attention.get_kv_cache_spec": "self vllm_config",
+    "vllm.platforms.interface.Platform.update_block_size_for_backend": "cls vllm_config",
+    "vllm.platforms.interface.Platform._align_heterogeneous_kv_block_size": "cls vllm_config backend_cls",
+    "vllm.v1.attention.backend.AttentionBackend.customize_spec": "cls spec",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": "self scheduler_output",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.add_requests": "self scheduler_output",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "self",
     "vllm.model_executor.warmup.kernel_warmup.kernel_warmup": "worker",
     "vllm.config.cache.register_kv_cache_dtype": "name",
@@ -79,6 +86,7 @@ SIGNATURES = {
 
 # what came later than the first version that we support, and is not used before
 SINCE = {
+    "vllm.v1.attention.backend.AttentionBackend.customize_spec": Version("0.28"),
     "vllm.v1.kv_cache_interface.KVCacheLayout": Version("0.29"),
     "vllm.config.cache.register_kv_cache_dtype": Version("0.33"),
 }
@@ -170,6 +178,9 @@ class Sources:
             return set(self.names(found.module))
         result = set()
         for definition in self.bases(found):
+            assert isinstance(definition.node, ast.ClassDef)
+            if "NamedTuple" in map(ast.unparse, definition.node.bases):
+                result |= {"_asdict", "_fields", "_replace"}
             for node in ast.walk(definition.node):
                 if isinstance(node, ast.FunctionDef):
                     result.add(node.name)
@@ -372,6 +383,32 @@ def check_signatures(sources: Sources) -> Iterator[str]:
             yield f"{dotted} takes {first}, not {expected.split()}"
 
 
+def check_selector(sources: Sources) -> Iterator[str]:
+    """No field of AttentionSelectorConfig that we have not heard of is true where nobody asks for it. (One that is
+    true for a layer is refused when that layer is built, see backend.refuse_unsupported.)"""
+    dotted = "vllm.v1.attention.selector.AttentionSelectorConfig"
+    found = sources.find(dotted)
+    if found is None or not isinstance(found.node, ast.ClassDef):
+        yield f"{dotted} does not exist"
+        return
+    for node in found.node.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            default = None if node.value is None else ast.unparse(node.value)
+            expected = "AttentionType.DECODER" if node.target.id == "attn_type" else "False"
+            if default not in ((None, expected) if node.target.id in known_to_selector() else ("False", "None", "0")):
+                yield f"{dotted}.{node.target.id} is {default} by default"
+
+
+@cache
+def known_to_selector() -> frozenset[str]:
+    """backend.SELECTOR."""
+    for node in our_modules()["backend.py"].body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "SELECTOR":
+            assert isinstance(node.value, ast.Call)
+            return frozenset(ast.literal_eval(node.value.args[0]))
+    raise SystemExit("backend.py has no SELECTOR")
+
+
 def check_text(sources: Sources) -> Iterator[str]:
     """Two things that are neither names nor parameters."""
     found = sources.find("vllm.config.cache.CacheDType")
@@ -383,7 +420,7 @@ def check_text(sources: Sources) -> Iterator[str]:
         yield "vllm.config.VllmConfig.compute_hash leaves additional_config out"
 
 
-CHECKS = (check_imports, check_calls, check_classes, check_attributes, check_signatures, check_text)
+CHECKS = (check_imports, check_calls, check_classes, check_attributes, check_signatures, check_selector, check_text)
 
 
 def check(sources: Sources) -> list[str]:

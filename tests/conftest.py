@@ -1,6 +1,7 @@
 """The real model of the engine tests and a sidecar for it, each made once.
 
-OSCAR_TEST_MODEL (a model folder) and OSCAR_TEST_SIDECAR (a file) take their place.
+OSCAR_TEST_MODEL (a model folder) and OSCAR_TEST_SIDECAR (a file) take their place. With VLLM_USE_V2_MODEL_RUNNER=1 the
+engines have the model runner that vLLM uses on GPUs.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +26,11 @@ from filelock import FileLock
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / ".model" / "SmolLM2-135M-Instruct"
 SEQUENCES = 3  # of 2,048 tokens; with more the quality is the same
+
+if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":  # its kernels are Triton's, see the module, here and in children
+    INTERPRETER = ROOT / "tests" / "triton_cpu" / "sitecustomize.py"
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(INTERPRETER.parent), os.environ.get("PYTHONPATH")]))
+    runpy.run_path(str(INTERPRETER))
 
 
 def run(*command: object) -> None:

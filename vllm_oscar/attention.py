@@ -42,11 +42,22 @@ class StoredRows(NamedTuple):
         Args:
             before: tokens of the request before the step
             sink: tokens of the request that are sinks
-            sliding_window: tokens behind it are masked, and their blocks may be gone: not reads
+            sliding_window: tokens behind it are not read
         """
-        first = 0 if sliding_window is None else max(0, before + 1 - sliding_window)
-        cold = ~self.hot[first:]
-        return torch.stack([self.hot[first:].sum(), cold.sum(), cold[: max(0, sink - first)].sum()])
+        first = first_seen(before, sliding_window)
+        seen = self.hot[first:]
+        sinks = seen[: max(0, sink - first)]
+        hot, hot_sinks = int(seen.count_nonzero()), int(sinks.count_nonzero())
+        return torch.tensor([hot, seen.numel() - hot, sinks.numel() - hot_sinks])
+
+
+def first_seen(before: int, sliding_window: int | None) -> int:
+    """The first token that a step's queries see: blocks of older ones only may be gone, with anything in their place.
+
+    Args:
+        before: tokens of the request before the step
+    """
+    return 0 if sliding_window is None else max(0, before + 1 - sliding_window)
 
 
 def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.device | None = None) -> torch.Tensor:
@@ -61,9 +72,15 @@ def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.
 
 
 def read_rows(
-    views: PageViews, pool: HotPool, table: SlotTable, blocks: torch.Tensor, tokens: int, before: int
+    views: PageViews,
+    pool: HotPool,
+    table: SlotTable,
+    blocks: torch.Tensor,
+    tokens: int,
+    before: int,
+    sliding_window: int | None = None,
 ) -> StoredRows:
-    """Gather and decode the first `tokens` stored tokens of a request.
+    """Gather and decode the first `tokens` stored tokens of a request; rows before `first_seen` are 0.
 
     Args:
         views: the layer's pages
@@ -80,11 +97,14 @@ def read_rows(
         return decoded.transpose(0, 1).flatten(1, 2)[:, :tokens].transpose(0, 1)
 
     key, value = rows(KEY), rows(VALUE)
+    first = first_seen(before, sliding_window)
+    key[:first], value[:first] = 0, 0
 
     sink, window = table.limits.tolist()
     slots = table.slot_of_block[blocks].long()
     p = views.meta.shape[2]
     wanted = in_contract(tokens, before, sink, window, key.device)
+    wanted[:first] = False
     copied = (slots != NO_SLOT).repeat_interleave(p)[:tokens] & wanted
     hot = torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
     token = copied.nonzero()[:, 0]
@@ -158,3 +178,47 @@ def attend(
     if fresh is not None:
         output += torch.einsum("nhrj,jhd->nhrd", probability[..., tokens : tokens + n], fresh[1].float())
     return output.reshape(n, query_heads, head_size)
+
+
+def attend_fused(
+    query: torch.Tensor,
+    stored: StoredRows,
+    key_transform: Transform,
+    value_transform: Transform,
+    scale: float,
+    first_position: int,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sliding_window: int | None = None,
+) -> torch.Tensor:
+    """`attend` without soft cap and sink logits, by torch's fused attention, to rounding.
+
+    Raw tokens are transformed as stored ones are, so that every token has the same a q . m_K, which softmax does not
+    see, and the same m_V.
+    """
+    n, query_heads, head_size = query.shape
+    key, value = stored.key.transpose(0, 1), stored.value.transpose(0, 1)  # (KV heads, tokens, D)
+    if fresh is not None:
+        new = torch.arange(first_position, first_position + n, device=query.device)
+        key = torch.cat([key, key_transform.forward(fresh[0], new).transpose(0, 1)], 1)
+        value = torch.cat([value, value_transform.forward(fresh[1], new).transpose(0, 1)], 1)
+    kv_heads, tokens = key.shape[:2]
+    q = query.float().transpose(0, 1).reshape(kv_heads, -1, head_size)  # (KV heads, query heads of each * n, D)
+    folded = (q @ key_transform.inverse.mT).view(1, query_heads, n, head_size)
+
+    causal = n == tokens > 1 and sliding_window is None and key_transform.turning is None
+    mask = None
+    if not causal and (n > 1 or sliding_window is not None):
+        positions = torch.arange(tokens, device=query.device)
+        at = torch.arange(first_position, first_position + n, device=query.device)[:, None]
+        mask = positions <= at
+        if sliding_window is not None:
+            mask &= positions > at - sliding_window
+    if key_transform.turning is not None:
+        centre = key_transform.turning.at(torch.arange(tokens, device=query.device)).permute(1, 2, 0)
+        turned = (q @ centre).view(1, query_heads, n, tokens) * scale
+        mask = turned if mask is None else turned.masked_fill(~mask, float("-inf"))
+    output = torch.nn.functional.scaled_dot_product_attention(
+        folded, key[None], value[None], mask, is_causal=causal, scale=scale, enable_gqa=True
+    )
+    output = output.view(kv_heads, -1, head_size) @ value_transform.inverse + value_transform.mean[:, None]
+    return output.view(query_heads, n, head_size).transpose(0, 1)

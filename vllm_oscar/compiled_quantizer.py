@@ -5,24 +5,41 @@ The reference takes several torch operations for every channel, for one row as f
 To stay equal, every operation is the reference's, in float32 and in its order; nothing is fused or reassociated (numba
 does neither unless asked). Only products that are exactly zero are left out.
 
-Importing this module raises ImportError where numba is missing; vLLM brings it.
+Importing this module raises ImportError where numba is missing; vLLM brings it. A stand-in that has no compiler, with
+which vLLM can be imported, is none.
 """
 
 import math
 from collections.abc import Callable
 from typing import Any
 
-import numba
+import llvmlite.binding.ffi
+import numba.core.dispatcher
 import numpy as np
 import torch
 
-from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LANES, LS_REFITS, METRIC_PASSES, STEP_OVER_STD, Encoded, Metric
+from vllm_oscar.quantizer import (
+    _RIDGE,
+    FP16_MAX,
+    LANES,
+    LS_REFITS,
+    METRIC_PASSES,
+    ROW_MAX,
+    STEP_OVER_STD,
+    Encoded,
+    Metric,
+)
+
+# A CPU engine of vLLM 0.32 that starts looks into the `__dict__` of whatever any module holds. llvmlite's library makes
+# a function of every name that it is asked for, this one too, over which the engine would fall.
+getattr(llvmlite.binding.ffi.lib, "_fntab", {})["__dict__"] = {}
 
 TOP_CODE = 3
 # numba takes Python's floats for float64
 _ZERO, _ONE, _HALF, _QUARTER, _TINY = (np.float32(number) for number in (0, 1, 0.5, 0.25, 1e-6))
-_FP16_MAX, _RIDGE_32 = np.float32(FP16_MAX), np.float32(_RIDGE)
+_FP16_MAX, _ROW_MAX, _RIDGE_32 = (np.float32(number) for number in (FP16_MAX, ROW_MAX, _RIDGE))
 _LARGEST_ZERO = np.float32(2**-25)  # largest float32 that is 0 as a float16
+_TOGETHER = 8  # rows
 _NO_METRIC = np.zeros((3, 0, 0, 0), np.float32)
 
 
@@ -49,7 +66,7 @@ def _encode(y: torch.Tensor, tables: np.ndarray, group_size: int, gain: float, m
     return Encoded(torch.from_numpy(codes).view(y.shape), scale, offset, torch.tensor(saturated))
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compiled at the first call; the result is kept for other processes where there is a folder for it."""
     try:
         return numba.njit(cache=True, error_model="numpy")(function)
@@ -57,7 +74,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return numba.njit(error_model="numpy")(function)
 
 
-@_compiled
+@compiled
 def _sum(x, lanes):
     lanes[:] = x[:LANES]
     for start in range(LANES, len(x), LANES):
@@ -66,7 +83,7 @@ def _sum(x, lanes):
     return _folded(lanes)
 
 
-@_compiled
+@compiled
 def _dot(a, b, lanes):
     """The sum of a * b."""
     for lane in range(LANES):
@@ -77,7 +94,7 @@ def _dot(a, b, lanes):
     return _folded(lanes)
 
 
-@_compiled
+@compiled
 def _folded(lanes):
     half = LANES // 2
     while half > 0:
@@ -87,22 +104,27 @@ def _folded(lanes):
     return lanes[0]
 
 
-@_compiled
+@compiled
 def _mean(x, lanes):
     return _sum(x, lanes) / np.float32(len(x))
 
 
-@_compiled
+@compiled
+def _add_product(row, table, total):
+    """total += row times table; four terms at a time, as loads and stores of `total` are what it waits for."""
+    for i in range(0, len(row), 4):
+        a, b, c, d = row[i], row[i + 1], row[i + 2], row[i + 3]
+        for j in range(len(total)):
+            total[j] = total[j] + a * table[i, j] + b * table[i + 1, j] + c * table[i + 2, j] + d * table[i + 3, j]
+
+
+@compiled
 def _product(row, table, total):
-    """total = row times table."""
     total[:] = _ZERO
-    for i in range(len(row)):
-        if row[i] != _ZERO:
-            for j in range(len(total)):
-                total[j] += row[i] * table[i, j]
+    _add_product(row, table, total)
 
 
-@_compiled
+@compiled
 def _bounded(x, low, high):
     """Keeps NaN."""
     if x < low:
@@ -110,36 +132,36 @@ def _bounded(x, low, high):
     return high if x > high else x
 
 
-@_compiled
+@compiled
 def _as_half(x):
     """A finite x that fits, rounded to the nearest float16, ties to even."""
     unit = np.float32(math.ldexp(1.0, max(math.frexp(x)[1] - 11, -24)))
     return np.rint(x / unit) * unit
 
 
-@_compiled
+@compiled
 def _sanitised(row, y):
     """Writes y; returns whether it differs from the row."""
     changed = False
     for i in range(len(row)):
-        y[i] = _ZERO if np.isnan(row[i]) else _bounded(row[i], -_FP16_MAX, _FP16_MAX)
+        y[i] = _ZERO if np.isnan(row[i]) else _bounded(row[i], -_ROW_MAX, _ROW_MAX)
         changed = changed or y[i] != row[i]
     return changed
 
 
-@_compiled
+@compiled
 def _inverse(scale):
     return _ONE / scale if scale > _ZERO else _ZERO
 
 
-@_compiled
+@compiled
 def _nearest(y, scale, offset, top, code):
     inverse = _inverse(scale)
     for i in range(len(y)):
         code[i] = _bounded(np.rint((y[i] - offset) * inverse), _ZERO, top)
 
 
-@_compiled
+@compiled
 def _initial(y, code, work, top, step, lanes):
     mean = _mean(y, lanes)
     for i in range(len(y)):
@@ -159,26 +181,37 @@ def _initial(y, code, work, top, step, lanes):
     return scale, offset
 
 
-@_compiled
-def _sequential_pass(y, code, residual, scale, offset, table, target, top):
-    _product(residual, table, target)
-    size = len(y)
-    for i in range(size):
-        target[i] += y[i]
-    channels = size // len(scale)
-    for group in range(len(scale)):
-        inverse = _inverse(scale[group])
-        for i in range(group * channels, (group + 1) * channels):
-            code[i] = _bounded(np.rint((target[i] - offset[group]) * inverse), _ZERO, top)
-            new = y[i] - (code[i] * scale[group] + offset[group])
-            change = new - residual[i]
-            residual[i] = new
-            if change != _ZERO:
-                for j in range(i + 1, size):
-                    target[j] += change * table[i, j]
+@compiled
+def _sequential_pass(y, code, residual, scale, offset, table, target, change, top):
+    """For several rows side by side, as each step of a row waits for the one before.
+
+    A change reaches the next 15 channels at once, the others with the rest of its 16: in the same order.
+    """
+    count, size = y.shape
+    groups = scale.shape[1]
+    for row in range(count):
+        _product(residual[row], table, target[row])
+        for i in range(size):
+            target[row, i] += y[row, i]
+    for start in range(0, size, LANES):
+        group = start * groups // size
+        for lane in range(LANES):
+            i = start + lane
+            for row in range(count):
+                s, o = scale[row, group], offset[row, group]
+                code[row, i] = _bounded(np.rint((target[row, i] - o) * _inverse(s)), _ZERO, top)
+                new = y[row, i] - (code[row, i] * s + o)
+                step = new - residual[row, i]
+                residual[row, i], change[row, lane] = new, step
+                if step != _ZERO:
+                    for j in range(start, start + LANES):  # those before i are done with
+                        target[row, j] += step * table[i, j]
+        end = start + LANES
+        for row in range(count):
+            _add_product(change[row], table[start:end, end:], target[row, end:])
 
 
-@_compiled
+@compiled
 def _refit(code, residual, scale, offset, g, basis, weighted, equations, lanes):
     """The second halves of `basis` and `weighted`, which are the same for all rows, are there already."""
     groups = len(scale)
@@ -186,7 +219,7 @@ def _refit(code, residual, scale, offset, g, basis, weighted, equations, lanes):
     for group in range(groups):
         own = slice(group * channels, (group + 1) * channels)
         basis[group, own] = code[own]
-        _product(basis[group], g, weighted[group])
+        _product(code[own], g[own], weighted[group])
     for i in range(2 * groups):
         for j in range(2 * groups):
             equations[i, j] = _dot(weighted[i], basis[j], lanes)
@@ -203,7 +236,7 @@ def _refit(code, residual, scale, offset, g, basis, weighted, equations, lanes):
         offset[group] += equations[groups + group, 2 * groups]
 
 
-@_compiled
+@compiled
 def _solve(equations):
     """In place; the solution is the last column."""
     size = len(equations)
@@ -224,7 +257,7 @@ def _solve(equations):
                     equations[i, j] -= factor * equations[k, j]
 
 
-@_compiled
+@compiled
 def _finish(y, code, scale, offset, gain, max_scale, lanes):
     """Scale, offset and whether one of them overflowed; rounding to float16 is the caller's."""
     code_mean = _mean(code, lanes)
@@ -238,7 +271,7 @@ def _finish(y, code, scale, offset, gain, max_scale, lanes):
     return kept_scale, _bounded(kept_offset, -_FP16_MAX, _FP16_MAX), overflow
 
 
-@_compiled
+@compiled
 def _encode_rows(rows, tables, group_size, top, step, gain, max_scale, codes, fits):
     """All of it; the functions above are the reference's of the same name, for one row (or one group of one row).
 
@@ -252,11 +285,13 @@ def _encode_rows(rows, tables, group_size, top, step, gain, max_scale, codes, fi
     Returns:
         int, saturated rows
     """
-    count, heads, size = rows.shape
+    total, heads, size = rows.shape
     groups = size // group_size
     metric = tables.shape[1] > 0
-    y, code, residual, work = np.empty((4, size), np.float32)
-    scale, offset = np.empty((2, groups), np.float32)
+    y, code, residual, target = np.empty((4, _TOGETHER, size), np.float32)
+    scale, offset = np.empty((2, _TOGETHER, groups), np.float32)
+    bad = np.empty(_TOGETHER, np.bool_)
+    change = np.empty((_TOGETHER, LANES), np.float32)
     basis, weighted = np.zeros((2, 2 * groups, size), np.float32)
     equations = np.empty((2 * groups, 2 * groups + 1), np.float32)
     lanes = np.empty(LANES, np.float32)
@@ -266,30 +301,39 @@ def _encode_rows(rows, tables, group_size, top, step, gain, max_scale, codes, fi
             for group in range(groups):
                 basis[groups + group, group * group_size : (group + 1) * group_size] = _ONE
                 _product(basis[groups + group], tables[2, head], weighted[groups + group])
-        for number in range(count):
-            bad = _sanitised(rows[number, head], y)
-            for group in range(groups):
-                own = slice(group * group_size, (group + 1) * group_size)
-                scale[group], offset[group] = _initial(y[own], code[own], work[own], top, step, lanes)
+        for first in range(0, total, _TOGETHER):
+            count = min(_TOGETHER, total - first)
+            for row in range(count):
+                bad[row] = _sanitised(rows[first + row, head], y[row])
+                for group in range(groups):
+                    own = slice(group * group_size, (group + 1) * group_size)
+                    fit = _initial(y[row, own], code[row, own], target[row, own], top, step, lanes)
+                    scale[row, group], offset[row, group] = fit
             if metric:
                 residual[:] = _ZERO
                 for passed in range(METRIC_PASSES + 1):
-                    _sequential_pass(y, code, residual, scale, offset, tables[min(passed, 1), head], work, top)
-                    _refit(code, residual, scale, offset, tables[2, head], basis, weighted, equations, lanes)
-                    for i in range(size):
-                        residual[i] = y[i] - (code[i] * scale[i // group_size] + offset[i // group_size])
-            for group in range(groups):
-                own = slice(group * group_size, (group + 1) * group_size)
-                if not metric:
-                    scale[group] = _as_half(min(scale[group], _FP16_MAX))
-                    offset[group] = _as_half(_bounded(offset[group], -_FP16_MAX, _FP16_MAX))
-                    _nearest(y[own], scale[group], offset[group], top, code[own])
-                kept_scale, kept_offset, overflow = _finish(
-                    y[own], code[own], scale[group], offset[group], gain, max_scale, lanes
-                )
-                fits[0, number, head, group], fits[1, number, head, group] = kept_scale, kept_offset
-                bad = bad or overflow
-            for channel in range(size):
-                codes[number, head, channel] = np.uint8(code[channel])
-            saturated += bad
+                    table = tables[min(passed, 1), head]
+                    _sequential_pass(y[:count], code, residual, scale, offset, table, target, change, top)
+                    for row in range(count):
+                        _refit(
+                            code[row], residual[row], scale[row], offset[row],
+                            tables[2, head], basis, weighted, equations, lanes,
+                        )  # fmt: skip
+                        for group in range(groups):
+                            s, o = scale[row, group], offset[row, group]
+                            for i in range(group * group_size, (group + 1) * group_size):
+                                residual[row, i] = y[row, i] - (code[row, i] * s + o)
+            for row in range(count):
+                for group in range(groups):
+                    own = slice(group * group_size, (group + 1) * group_size)
+                    s, o = scale[row, group], offset[row, group]
+                    if not metric:
+                        s, o = _as_half(min(s, _FP16_MAX)), _as_half(_bounded(o, -_FP16_MAX, _FP16_MAX))
+                        _nearest(y[row, own], s, o, top, code[row, own])
+                    s, o, overflow = _finish(y[row, own], code[row, own], s, o, gain, max_scale, lanes)
+                    fits[0, first + row, head, group], fits[1, first + row, head, group] = s, o
+                    bad[row] = bad[row] or overflow
+                for i in range(size):
+                    codes[first + row, head, i] = np.uint8(code[row, i])
+                saturated += bad[row]
     return saturated

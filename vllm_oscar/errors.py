@@ -13,6 +13,10 @@ class UnsupportedError(OscarError, NotImplementedError):
     """The model, the platform or the vLLM feature asked for is not supported."""
 
 
+class CalibrationError(OscarError, RuntimeError):
+    """A calibration failed, or is not of the model that the checkpoint holds: nothing was written."""
+
+
 class VllmVersionError(OscarError, RuntimeError):
     """The installed vLLM is outside the supported range, or a symbol in it is not what we expect."""
 

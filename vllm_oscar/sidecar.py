@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -97,7 +98,16 @@ class ModelFingerprint:
     def differences(self, other: "ModelFingerprint") -> list[str]:
         """One line for each field that differs."""
         mine, theirs = asdict(self), asdict(other)
-        return [f"{name}: {mine[name]!r} here, {theirs[name]!r} there" for name in mine if mine[name] != theirs[name]]
+        return [
+            f"{name}: {_shown(mine[name])} here, {_shown(theirs[name])} there"
+            for name in mine
+            if mine[name] != theirs[name]
+        ]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else f"{text[:400]}..."
 
 
 def _normalised_rope(config: Any) -> dict[str, Any]:
@@ -192,6 +202,7 @@ class Sidecar:
         sink, window: BF16 tokens that calibration left out
         per: "head" or "layer": whether KV heads have transforms of their own
         absent: layers that are left out on purpose; every other one is in `layers`
+        heads: KV heads that `layers` hold; None: all of the model's
         metadata: how it was made (data digest, sequences, tokens, ...): informative, any JSON
     """
 
@@ -204,6 +215,7 @@ class Sidecar:
     per: str = "head"
     absent: tuple[int, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
+    heads: range | None = None
 
     @classmethod
     def hadamard(
@@ -221,12 +233,13 @@ class Sidecar:
         return cls(layers, fingerprint, "hadamard", group_size, sink, window, per="layer")
 
     @classmethod
-    def load(cls, path: str | Path, expected: ModelFingerprint | None = None) -> "Sidecar":
+    def load(cls, path: str | Path, expected: ModelFingerprint | None = None, heads: range | None = None) -> "Sidecar":
         """Read and validate a sidecar.
 
         Args:
             path: of the file
             expected: the model it must have been made for; None: any
+            heads: KV heads to keep, as a tensor-parallel rank has them; None: all. All of the file is validated
 
         Raises:
             SidecarError: a subclass that says what is wrong and what to do.
@@ -235,9 +248,8 @@ class Sidecar:
         if not path.is_file():
             raise SidecarNotFoundError(f"{path}: no such file")
         try:
-            # before it is mapped; the last check says that both were the same file
-            before, digest = path.stat(), _digest(path)
-            with safe_open(path, framework="pt") as file:
+            before = _identity(path)  # the last check says that it was one file all the time
+            with ThreadPoolExecutor(1) as beside, safe_open(path, framework="pt") as file:
                 description = _Description.parse(file.metadata() or {})
                 if expected is not None:
                     description.check_model(expected)
@@ -245,17 +257,22 @@ class Sidecar:
                 description.check_names(set(names))
                 # before anything is read: a file cannot ask for more memory than its model's sidecar takes
                 description.check_shapes({name: file.get_slice(name) for name in names})
-                # cloned: the file is memory-mapped, and may be replaced while we live
-                tensors = {name: file.get_tensor(name).clone() for name in names}
-                if not os.path.samestat(before, path.stat()):
+                digest = beside.submit(_digest, path)
+                kept: dict[str, torch.Tensor] = {}
+                for own in _by_layer(names):
+                    tensors = {name: file.get_tensor(name) for name in own}
+                    _check_finite(tensors)
+                    _check_algebra(tensors, orthogonal=description.method in ORTHOGONAL_METHODS)
+                    # cloned: the file is memory-mapped, and may be replaced while we live
+                    kept |= {name: description.held(name, tensor, heads).clone() for name, tensor in tensors.items()}
+                found = digest.result()
+                if _identity(path) != before:
                     raise SidecarCorruptError("replaced while it was read; start again")
-            _check_finite(tensors)
-            _check_algebra(tensors, orthogonal=description.method in ORTHOGONAL_METHODS)
         except SidecarError as error:
             raise type(error)(f"{path}: {error}") from None
         except (SafetensorError, OSError, ValueError) as error:
             raise SidecarCorruptError(f"{path}: not a whole safetensors file ({error}); calibrate again") from error
-        return description.sidecar(tensors, digest)
+        return description.sidecar(kept, found, heads)
 
     def save(self, path: str | Path) -> "Sidecar":
         """Write to a temporary file, validate that by loading it, rename it; what was at `path` survives a failure.
@@ -276,6 +293,11 @@ class Sidecar:
         finally:
             temporary.unlink(missing_ok=True)
         return written
+
+    def shard(self, index: int, heads: range, device: torch.device | None = None) -> LayerCalibration:
+        """Some KV heads of a layer, on a device; they must be among those that are held."""
+        first = heads.start - (self.heads.start if self.heads else 0)
+        return self.layers[index].shard(first, first + len(heads), device)
 
     @cached_property
     def digest(self) -> str:
@@ -383,7 +405,8 @@ class _Description:
     @property
     def present(self) -> list[int]:
         """The layers that have tensors."""
-        return [index for index in range(self.fingerprint.num_layers) if index not in self.absent]
+        absent = set(self.absent)
+        return [index for index in range(self.fingerprint.num_layers) if index not in absent]
 
     def check_model(self, expected: ModelFingerprint) -> None:
         """The file was made for this model."""
@@ -394,6 +417,11 @@ class _Description:
 
     def check_names(self, names: set[str]) -> None:
         """Every tensor that is called for is there, and nothing else."""
+        layers = self.fingerprint.num_layers - len(set(self.absent))
+        if len(names) < 4 * layers:  # means and transforms; before anything is made for so many layers
+            raise SidecarCorruptError(
+                f"tensors are missing: {layers} layers take {4 * layers} at least, not {len(names)}; calibrate again"
+            )
         tensors = {f"{index}.{letter}" for index in self.present for letter in "kv"}
         if odd := sorted(tensors ^ self.encoders.keys()):
             raise SidecarCorruptError(f"metadata: `encoders` and the layers disagree about {odd[0]}; calibrate again")
@@ -429,9 +457,15 @@ class _Description:
             if tuple(tensor.get_shape()) != shape:
                 raise SidecarShapeError(f"{name} has shape {tuple(tensor.get_shape())}, not {shape}; calibrate again")
 
-    def sidecar(self, tensors: dict[str, torch.Tensor], digest: str) -> Sidecar:
-        """The sidecar, transforms expanded to one for each head."""
-        heads = self.fingerprint.num_kv_heads
+    def held(self, name: str, tensor: torch.Tensor, heads: range | None) -> torch.Tensor:
+        """What some heads need of a tensor of the file."""
+        kind = name.rpartition(".")[2]
+        shared = kind == "frequency" or (self.per == "layer" and kind in _OF_TRANSFORMS)
+        return tensor if heads is None or shared else tensor[heads.start : heads.stop]
+
+    def sidecar(self, tensors: dict[str, torch.Tensor], digest: str, held: range | None) -> Sidecar:
+        """The sidecar of the heads that are held, transforms expanded to one for each of them."""
+        heads = self.fingerprint.num_kv_heads if held is None else len(held)
 
         def calibration(tensor: str) -> TensorCalibration:
             encoder, gain, clip = self.encoders[tensor]
@@ -451,6 +485,7 @@ class _Description:
             per=self.per,
             absent=self.absent,
             metadata=self.calibration,
+            heads=held,
         )
         loaded.__dict__["digest"] = digest  # fills the cached property
         return loaded
@@ -504,59 +539,74 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
+def _identity(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _by_layer(names: list[str]) -> list[list[str]]:
+    """Names of tensors, layer by layer."""
+    layers: dict[str, list[str]] = {}
+    for name in sorted(names):
+        layers.setdefault(name.split(".")[1], []).append(name)
+    return list(layers.values())
+
+
 def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
-        if not torch.isfinite(tensor).all():
+        if not (tensor.sum().isfinite() or tensor.isfinite().all()):  # a sum is quicker, but may overflow
             raise SidecarNonFiniteError(f"{name} holds NaN or infinity; calibrate again")
 
 
 @single_threaded()
 def _check_algebra(tensors: dict[str, torch.Tensor], orthogonal: bool) -> None:
-    """Transforms can be inverted (or are orthogonal), metrics are positive definite. All tensors of a kind at once."""
-    names = [name for name in tensors if name.endswith(".transform")]
-    if names:
-        _check_transforms(names, torch.stack([tensors[name] for name in names]).double(), orthogonal)
-    names = [name for name in tensors if name.endswith(".metric")]
-    if names:
-        metrics = torch.stack([tensors[name] for name in names]).double()
-        asymmetry = (metrics - metrics.mT).abs().amax((-3, -2, -1)) / metrics.abs().amax((-3, -2, -1))
-        failed = torch.linalg.cholesky_ex(metrics).info.ne(0).any(-1)
-        for name, skew, indefinite in zip(names, asymmetry.tolist(), failed.tolist(), strict=True):
-            if not skew <= METRIC_ASYMMETRY or indefinite:
+    """Transforms can be inverted (or are orthogonal), metrics are positive definite."""
+    for name, tensor in tensors.items():
+        if name.endswith(".transform"):
+            (_check_orthogonal if orthogonal else _check_invertible)(name, tensor)
+        elif name.endswith(".metric"):
+            asymmetry = (tensor - tensor.mT).abs().amax() / tensor.abs().amax()
+            if not asymmetry <= METRIC_ASYMMETRY or _indefinite(tensor).any():
                 raise SidecarSingularError(f"{name} is not symmetric positive definite; calibrate again")
 
 
-def _check_transforms(names: list[str], transforms: torch.Tensor, orthogonal: bool) -> None:
-    """transforms: float64 (tensors, heads, D, D)."""
-    eye = torch.eye(transforms.shape[-1], dtype=torch.float64)
-    gram = transforms.mT @ transforms
-    if orthogonal:
-        for name, error in zip(names, (gram - eye).abs().amax((-3, -2, -1)).tolist(), strict=True):
-            if not error <= ORTHOGONAL_TOLERANCE:
-                raise SidecarNotOrthogonalError(
-                    f"{name} is not orthogonal (T'T is off by {error:.2g}); calibrate again"
-                )
-        return
-    inverse, info = torch.linalg.inv_ex(transforms)
-    error = (transforms @ inverse - eye).abs().amax((-2, -1))
-    # singular values are at most the root of |T'T|_F: mostly enough, and much cheaper than computing them
-    bound = (torch.linalg.matrix_norm(gram) * torch.linalg.matrix_norm(inverse @ inverse.mT)).sqrt()
-    doubtful = ~(bound <= MAX_CONDITION)
-    bound[doubtful] = torch.linalg.cond(transforms[doubtful])
-    bad = (info != 0) | ~(error <= INVERSE_TOLERANCE) | ~(bound <= MAX_CONDITION)
-    for index, head in bad.nonzero().tolist():
-        raise SidecarSingularError(
-            f"{names[index]}, head {head}: not safely invertible (condition number {float(bound[index, head]):.3g}, "
-            f"at most {MAX_CONDITION:g}); calibrate again with more text"
-        )
+def _indefinite(matrices: torch.Tensor) -> torch.Tensor:
+    """Which symmetric float32 matrices (heads, D, D) are not positive definite: bool (heads,)."""
+    bad = torch.linalg.cholesky_ex(matrices).info != 0
+    bad[bad.clone()] = torch.linalg.cholesky_ex(matrices[bad].double()).info != 0
+    return bad
 
 
-def find_sidecar(model: str, explicit: str | None = None) -> Path:
+def _check_orthogonal(name: str, transform: torch.Tensor) -> None:
+    error = float((transform.mT @ transform - torch.eye(transform.shape[-1])).abs().max())
+    if not error <= ORTHOGONAL_TOLERANCE:
+        raise SidecarNotOrthogonalError(f"{name} is not orthogonal (T'T is off by {error:.2g}); calibrate again")
+
+
+def _check_invertible(name: str, transform: torch.Tensor) -> None:
+    """Mostly settled without an inverse: where T'T - |T'T|_F / c^2 I is positive definite, T's condition is below c."""
+    gram = transform.mT @ transform
+    least = 2 * torch.linalg.matrix_norm(gram) / MAX_CONDITION**2  # twice: float32 errs by less than the other half
+    shifted = gram - least[:, None, None] * torch.eye(gram.shape[-1])
+    for head in (torch.linalg.cholesky_ex(shifted).info != 0).nonzero()[:, 0].tolist():
+        doubtful = transform[head].double()
+        inverse, info = torch.linalg.inv_ex(doubtful)
+        error = (doubtful @ inverse - torch.eye(len(doubtful), dtype=torch.float64)).abs().max()
+        condition = torch.linalg.cond(doubtful)
+        if info != 0 or not error <= INVERSE_TOLERANCE or not condition <= MAX_CONDITION:
+            raise SidecarSingularError(
+                f"{name}, head {head}: not safely invertible (condition number {float(condition):.3g}, "
+                f"at most {MAX_CONDITION:g}); calibrate again with more text"
+            )
+
+
+def find_sidecar(model: str, explicit: str | None = None, revision: str | None = None) -> Path:
     """The sidecar of a model: the explicit one, else the one in the model's folder, else the user's own.
 
     Args:
         model: folder or hub id of the model
         explicit: path of a sidecar, folder that holds one, or hub id of a repository that does
+        revision: of the model's hub id, where one is asked for
 
     Raises:
         SidecarNotFoundError: says how to make one.
@@ -569,31 +619,35 @@ def find_sidecar(model: str, explicit: str | None = None) -> Path:
             return path
         if not path.exists() and _HUB_ID.fullmatch(explicit):
             return _from_hub(explicit)
-        raise SidecarNotFoundError(f"{path}: no such sidecar. {_remedy(model)}")
-    candidates = (Path(model) / FILE_NAME, cached_path(model))
+        raise SidecarNotFoundError(f"{path}: no such sidecar. {_remedy(model, revision)}")
+    candidates = (Path(model) / FILE_NAME, cached_path(model, revision))
     for path in candidates:
         if path.is_file():
             return path
     tried = " and ".join(str(path) for path in candidates)
-    raise SidecarNotFoundError(f"no OSCAR sidecar for {model} (looked for {tried}). {_remedy(model)}")
+    raise SidecarNotFoundError(f"no OSCAR sidecar for {model} (looked for {tried}). {_remedy(model, revision)}")
 
 
-def cached_path(model: str) -> Path:
-    """Where the user's own sidecar for a model (folder or hub id) belongs.
+def cached_path(model: str, revision: str | None = None) -> Path:
+    """Where the user's own sidecar for a model (folder or hub id, and a revision of that) belongs.
 
     With HF_HUB_OFFLINE vLLM replaces a hub id by the model's folder in Hugging Face's cache: both are one model.
     """
     name = str(Path(model).resolve()) if Path(model).is_dir() else model
     if snapshot := _SNAPSHOT.fullmatch(name):
         name = snapshot[1]
+    if revision:
+        name += f"@{revision}"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "vllm_oscar" / (re.sub(r"[^A-Za-z0-9._-]+", "--", name).strip("-.") + ".safetensors")
 
 
-def _remedy(model: str) -> str:
+def _remedy(model: str, revision: str | None) -> str:
+    command = f"oscar calibrate {model}" + (f" --revision {revision}" if revision else "")
     return (
-        f"Make one with: python -m vllm_oscar.calibrate {model} --out {cached_path(model)}  "
-        'or serve without calibration, at lower quality: --additional-config \'{"oscar": {"rotation": "hadamard"}}\''
+        f"Make one now: {command}  or let the start make it, once: oscar serve {model}, which is vllm serve with "
+        '--additional-config \'{"oscar": {"calibrate": true}}\'; or serve without calibration, at lower quality: '
+        '{"oscar": {"rotation": "hadamard"}}'
     )
 
 

@@ -16,7 +16,8 @@ from benchmarks.quality.emulation import HEAD, cache_of, line, load, measure
 from vllm_oscar.calibrate.__main__ import calibrate
 from vllm_oscar.calibrate.data import open_corpus, sequences
 from vllm_oscar.calibrate.solve import Recipe
-from vllm_oscar.calibrate.streaming import Model
+from vllm_oscar.calibrate.statistics import FarSet
+from vllm_oscar.calibrate.streaming import Model, State
 from vllm_oscar.evaluation.windows import held_out
 from vllm_oscar.sidecar import ModelFingerprint
 
@@ -39,8 +40,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for context in (LENGTH, max(options.contexts)):
             recipe = Recipe.of("aware", per="head", group_size=fingerprint.head_size, context=context)
-            with Model.opened(options.model, torch.device("cpu"), None) as opened:
-                made = calibrate(opened, fingerprint, data, recipe, SINK, WINDOW, 4, Path(folder) / "state")
+            with (
+                State(Path(folder) / "state", {"context": context}) as state,
+                Model.opened(options.model, torch.device("cpu"), None, context) as opened,
+            ):
+                made = calibrate(opened, fingerprint, data, recipe, FarSet(SINK, WINDOW), state)
             turning = sum(layer.key.turning is not None for layer in made.layers.values())
             caches[f"calibrated for {context:,}, {turning} layers turn"] = cache_of(made)
     for text in options.data:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gates.synthetic import Cache, fill, reference, turning_mean
+from gates.synthetic import Cache, fill, free_before_window, reference, turning_mean
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.reads import ReadCounter
@@ -18,8 +18,9 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the
 @dataclass(frozen=True)
 class Case:
     """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average;
-    layers: that the reads are counted for, 0 not to count; sinks: each query head has a sink logit, about as large as
-    the logarithm of its tokens' sum; queries: of each sequence, where they are not all q_len, which is then the most.
+    layers: that the reads are counted for, 0 not to count; saturated, value_size: see `fill`; sinks: each query head
+    has a sink logit, about as large as the logarithm of its tokens' sum; queries: of each sequence, where they are not
+    all q_len, which is then the most.
     """
 
     head_size: int = 128
@@ -37,12 +38,18 @@ class Case:
     order: str = "packed"
     turning: int = 0
     layers: int = 3
+    saturated: bool = False
+    value_size: float = 1.0
     sinks: bool = False
     queries: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
         return " ".join(changed).replace("torch.", "") or "default"
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(self.head_size, self.block_size, self.group_size)
 
     @property
     def each(self) -> tuple[int, ...]:
@@ -52,9 +59,12 @@ class Case:
 
 def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache, torch.Tensor]:
     """Cache and queries of a case."""
-    layout = PageLayout(case.head_size, case.block_size, case.group_size)
     contract = HotContract(case.sink, case.window, case.block_size)
-    cache = fill(layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device)
+    cache = fill(
+        case.layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device,
+        saturated=case.saturated, value_size=case.value_size,
+    )  # fmt: skip
+    free_before_window(cache, [length - case.q_len for length in case.lengths], case.sliding_window)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
     mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING / 2, generator)
     cache = replace(cache, key=replace(cache.key, turning=mean))
@@ -155,6 +165,10 @@ def gpu_cases() -> list[Case]:
         Case(head_size=80, lengths=long, kv_heads=2, turning=2),
         Case(head_size=256, lengths=long, kv_heads=2, turning=8, ratio=16),
         Case(lengths=mixed, kv_heads=2, block_size=64, layers=0),
+        Case(lengths=(320, 1000), kv_heads=2, saturated=True),
+        Case(head_size=64, lengths=(320, 1000), kv_heads=2, dtype=torch.float16, saturated=True),
+        Case(lengths=(320, 1000), kv_heads=2, value_size=1e-7),
+        Case(head_size=64, lengths=(1001, 1345), kv_heads=2, sliding_window=300),
         Case(head_size=64, lengths=(*mixed, 0), kv_heads=8, ratio=8, block_size=64, sinks=True),
         Case(head_size=64, lengths=(*mixed, 20000), kv_heads=8, ratio=8, sliding_window=128, sinks=True),
         Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, turning=8, sinks=True, dtype=torch.float16),

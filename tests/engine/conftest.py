@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from vllm_oscar.attention import StoredRows, read_rows
+from vllm_oscar.integration.batches import Batches
 
 Tokens = Sequence[int]
 
@@ -63,6 +64,9 @@ class Engine:
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.runner = self.core.model_executor.driver_worker.worker.model_runner
+        self.batches = Batches.of(self.runner)
+        assert self.batches.is_v2 == (os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1")
+        self.metadata: dict[str, Any] = {}  # of the last step, by layer
         self.model = self.runner.model
         self.hidden: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
         self.chunks: dict[str, list[tuple[int, int]]] = defaultdict(list)  # positions first, last + 1 of each step
@@ -73,11 +77,12 @@ class Engine:
 
     def segments(self) -> list[tuple[str, int, int]]:
         """Name, first and last + 1 row of each request of the step that runs."""
-        names = [name.rsplit("-", 1)[0] for name in self.runner.input_batch.req_ids]
-        starts = self.runner.query_start_loc.np[: len(names) + 1].tolist()
-        return list(zip(names, starts[:-1], starts[1:], strict=True))
+        return [(name.rsplit("-", 1)[0], start, end) for name, _, start, end in self.batches.now()]
 
     def _record(self, module: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+        from vllm.forward_context import get_forward_context
+
+        self.metadata = get_forward_context().attn_metadata
         for name, start, end in self.segments():
             positions = kwargs["positions"][start:end].tolist()
             self.chunks[name].append((positions[0], positions[-1] + 1))
@@ -151,14 +156,12 @@ class Engine:
         """The first `tokens` of a request of the last step as one with `before` tokens behind it reads them."""
         layers = list(self.runner.compilation_config.static_forward_context.items())
         prefix, module = layers[layer]
-        groups = self.scheduler.kv_cache_config.kv_cache_groups
-        group = next(index for index, group in enumerate(groups) if prefix in group.layer_names)
         row = [segment[0] for segment in self.segments()].index(name)
         impl, p = module.impl, module.impl.layout.block_size
-        blocks = self.runner.input_batch.block_table[group].get_numpy_array()[row, : -(-tokens // p)]
+        blocks = self.metadata[prefix].block_table[row, : -(-tokens // p)]
         (table,) = self.runtime._tables.values()
         views = impl.views(module.kv_cache)
-        return read_rows(views, impl.pool, table, torch.tensor(blocks).long(), tokens, before)
+        return read_rows(views, impl.pool, table, blocks.long(), tokens, before)
 
     def chunk_limit(self, tokens: int) -> None:
         """Most tokens of a step; for a request alone this is the length of its prefill chunks."""

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.both_runners]
 BLOCK, HEAD_SIZE = 16, 64
 SINK, WINDOW = 16, 32
 LAYERS = (0, 17)
@@ -78,21 +78,23 @@ class Spy:
 
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
             result = original(*args, **kwargs)
-            query, key, value = args[1:4]
-            self.compare(query, key, value, kwargs["output"] if "output" in kwargs else args[6])
+            query, key, value, _, step = args[1:6]
+            self.compare(step, query, key, value, kwargs["output"] if "output" in kwargs else args[6])
             return result
 
         self.layer.impl.forward = forward
 
-    def compare(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor) -> None:
+    def compare(
+        self, step: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor
+    ) -> None:
         impl = self.layer.impl
         for row, (name, start, end) in enumerate(self.engine.segments()):
             history = self.raw[name]
             before, after = len(history[0]), len(history[0]) + end - start
             for rows, new in zip(history, (key, value), strict=True):
                 rows += list(new[start:end].reshape(-1, impl.num_kv_heads, HEAD_SIZE).clone())
-            blocks = self.engine.runner.input_batch.block_table[0].get_numpy_array()[row, : -(-after // BLOCK)]
-            pages = self.layer.kv_cache[torch.tensor(blocks).long()].flatten(2).numpy()  # (blocks, heads, bytes)
+            blocks = step.block_table[row, : -(-after // BLOCK)].long()
+            pages = self.layer.kv_cache[blocks].flatten(2).numpy()  # (blocks, heads, bytes)
             q = query[start:end].reshape(-1, impl.num_heads, HEAD_SIZE).double()
             got = output[start:end].reshape(-1, impl.num_heads, HEAD_SIZE).double()
             for contract, limits in {"right": (SINK, WINDOW), **WRONG}.items():

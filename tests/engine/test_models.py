@@ -104,9 +104,7 @@ def check_int2(engine: Engine, exact: torch.Tensor, bound: float) -> None:
         kl = divergence(exact[first:], ours)
         print(f"INT2, {first} tokens found: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
         assert EXACT < kl.mean() < bound
-    blocks = [
-        group.get_numpy_array()[0, : TOKENS // 32] for group in engine.runner.input_batch.block_table.block_tables
-    ]
+    blocks = [step.block_table[0, : TOKENS // 32] for step in engine.metadata.values()]
     assert any((ids == 0).any() for ids in blocks), "blocks behind a sliding window are freed"
 
 
@@ -210,11 +208,34 @@ def test_tokens_of_an_image_are_stored_like_others(idefics3: Path, any_engine: C
     assert moved[:30].max() < 1e-6 < 0.01 < moved[37:].mean()  # the image is seen, by what follows it
 
 
-@pytest.mark.parametrize("skipped", ["sliding_window", "1"])
-def test_16_bit_layers_beside_sliding_windows_are_refused(
+@pytest.mark.parametrize("skipped", ["sliding_window", "2"])
+def test_layers_with_a_window_in_16_bits_fit_the_pages_of_the_others(
     tiny_model: Callable[..., Path], any_engine: Callable[..., Engine], skipped: str
+) -> None:
+    """vLLM gives them blocks as small as needed, and pads what is left."""
+    folder = tiny_model(GEMMA2)
+    exact = log_probabilities(any_engine(folder, None, kv_cache_dtype="auto", skip_tokenizer_init=True, block_size=32))
+    engine = any_engine(
+        folder, random_sidecar(folder), {"sink": 16, "window": 256},
+        skip_tokenizer_init=True, block_size=None, kv_cache_dtype_skip_layers=[skipped], num_gpu_blocks_override=60,
+    )  # fmt: skip
+    kl = divergence(exact, log_probabilities(engine))
+    print(f"mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
+    assert kl.mean() < EXACT
+    layers = engine.runner.compilation_config.static_forward_context
+    ours = {name: layer.impl for name, layer in layers.items() if layer.kv_cache_dtype == "oscar"}
+    assert len(ours) == (2 if skipped == "sliding_window" else 3)
+    for group in engine.scheduler.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            impl = ours.get(name, next(iter(ours.values())))
+            assert group.kv_cache_spec.page_size_bytes == impl.layout.page_bytes(2)
+            assert group.kv_cache_spec.block_size == (256 if name in ours else 32)
+
+
+def test_full_layers_in_16_bits_beside_sliding_windows_are_refused(
+    tiny_model: Callable[..., Path], any_engine: Callable[..., Engine]
 ) -> None:
     """vLLM 0.32 serves them, with INT2 pages as large as 16-bit ones."""
     folder = tiny_model(GEMMA2)
-    with pytest.raises(UnsupportedError, match="leave them out: layers with a sliding window are served in INT2 too"):
-        any_engine(folder, random_sidecar(folder), skip_tokenizer_init=True, kv_cache_dtype_skip_layers=[skipped])
+    with pytest.raises(UnsupportedError, match=r"served in INT2 too, or alone in 16 bits .*-layers sliding_window"):
+        any_engine(folder, random_sidecar(folder), skip_tokenizer_init=True, kv_cache_dtype_skip_layers=["1"])

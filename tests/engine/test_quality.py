@@ -1,6 +1,7 @@
 """What INT2 costs in quality, through the real engine and forced through its cache, against others' settings."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from tests.conftest import SEQUENCES
 from vllm_oscar import cli
 from vllm_oscar.evaluation.codecs import min_max
 from vllm_oscar.evaluation.engine import CHUNK, Engine, forced_through_cache
+from vllm_oscar.evaluation.generation import divergence
 from vllm_oscar.evaluation.measure import Result, running
 from vllm_oscar.evaluation.methods import Method, parse
 from vllm_oscar.evaluation.needle import DEPTHS
@@ -138,10 +140,9 @@ def test_an_emulated_cache_reads_as_the_pages_do(model_path: Path, sidecar_path:
     assert scores["kl"] < 0.15
 
 
-def test_needles_and_answers_of_every_method_in_one_report(
-    tiny_model: Callable[[Mapping[str, Any]], Path], model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A model with random weights: it finds nothing, but it is asked everything, over BF16 and over INT4."""
+@pytest.fixture
+def tiny(tiny_model: Callable[[Mapping[str, Any]], Path], model_path: Path) -> Path:
+    """A model with random weights, the real one's tokenizer and a sidecar."""
     from transformers import AutoConfig
 
     model = tiny_model({"model_type": "llama", "vocab_size": 49152, "max_position_embeddings": 8192})
@@ -150,13 +151,59 @@ def test_needles_and_answers_of_every_method_in_one_report(
     shutil.copy(model_path / "chat_template.jinja", model)
     sidecar = model / "oscar" / "rotations.safetensors"
     Sidecar.hadamard(ModelFingerprint.of(AutoConfig.from_pretrained(model))).save(sidecar)
-    options = "--windows 0 --needle 1024 --trials 1 --generate 2 --tokens 4 --methods int4 --json"
-    assert cli.main(["eval", str(model), *options.split()]) == 0
+    return model
+
+
+def test_needles_and_answers_of_every_method_in_one_report(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The model finds nothing, but it is asked everything, over BF16 and over INT4."""
+    out = tmp_path / "rows.jsonl"
+    options = (
+        "--windows 0 --needle 1024 --keys 1024 --copy 2048 --trials 1 --generate 2 --tokens 4 --methods int4 --json"
+    )
+    assert cli.main(["eval", str(tiny), *options.split(), "--out", str(out)]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["texts"] == []
-    cells = [(cell["method"], cell["length"], cell["depth"], cell["asked"]) for cell in report["needles"]]
-    assert cells == [(name, 1024, depth, 1) for name in ("bf16", "int4") for depth in DEPTHS]
+    cells = [(c["method"], c["kind"], c["length"], c["depth"], c["asked"]) for c in report["needles"]]
+    assert [cell for cell in cells if cell[1] in ("needle", "keys")] == [
+        (name, kind, 1024, depth, 1) for name in ("bf16", "int4") for kind in ("needle", "keys") for depth in DEPTHS
+    ]
+    copied = [(c["method"], c["kind"], c["back"]) for c in report["needles"] if c["length"] == 2048]
+    assert copied == [(name, kind, 700) for name in ("bf16", "int4") for kind in ("uuid", "digits", "name")]
+    # random weights: of 49,152 tokens each is as likely as any other, and a number has five
+    log_p = [c["log_p"] / 5 for c in report["needles"] if c["kind"] == "needle"]
+    assert log_p == pytest.approx([-math.log(49152)] * 8, abs=1.5)
     assert [(one["method"], one["bits"], one["prompts"], one["tokens"]) for one in report["answers"]] == [
         ("bf16", 16.0, 2, 4), ("int4", 4.5, 2, 4),
     ]  # fmt: skip
-    assert all(0 <= one["agreed"] <= 4 for one in report["answers"])
+    for one in report["answers"]:
+        assert 0 <= one["agreed"] <= 4
+        assert all(0 <= kl < 1 for kl in one["kl"])  # of tokens alone
+    rows = [json.loads(row) for row in out.read_text().splitlines()]
+    assert rows == [{"part": part} | row for part in ("needles", "answers") for row in report[part]]
+
+
+@pytest.mark.both_runners
+def test_a_forced_answer_is_scored_as_if_it_had_been_read(tiny: Path) -> None:
+    """Answers given token by token, two side by side, against the same tokens as one prompt; and a free answer."""
+    ids = torch.randint(0, 49152, (2, 60), generator=torch.Generator().manual_seed(6))
+    prompts, given = ids[:, :40].tolist(), ids[:, 40:].tolist()
+    with forced_through_cache(str(tiny), "auto", context=64, chunk=16, concurrent=2) as engine:
+        answers = engine.answer(prompts, 20, given)
+        whole = engine.record(ids)
+        for number, answer in enumerate(answers):
+            log_p, likeliest = engine.log_probabilities(answer)
+            logits = engine.logits(whole[number, 39:59]).float().log_softmax(-1)
+            expected = logits.gather(-1, ids[number, 40:, None])[:, 0]
+            assert answer.ids == given[number]
+            assert torch.allclose(log_p, expected, atol=0.02)  # BF16 in other batches: 8 bits
+            assert expected.std() > 0.1  # another row would be seen
+            assert not likeliest.any()
+        reread = engine.reread(prompts, given)
+        for answer, states in zip(answers, reread, strict=True):
+            assert divergence(engine, answer, states).max() < 1e-3
+            assert divergence(engine, answer, states.roll(1, 0)).min() > 0.01
+        free = engine.answer(prompts, 20)
+        assert all(len(answer.ids) == len(answer.hidden) == 20 and not answer.ended for answer in free)
+        assert all(engine.log_probabilities(answer)[1].all() for answer in free)  # greedy

@@ -85,6 +85,7 @@ def free_blocks(engine: Engine) -> int:
     return engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+@pytest.mark.both_runners
 def test_prefix_hit_miss_and_no_cache_give_the_same_text(
     cached: Engine, undisturbed: Callable[..., torch.Tensor], prose: list[int]
 ) -> None:
@@ -122,6 +123,7 @@ def test_prefix_hit_far_beyond_the_window(
     assert float(wrong.mean()) > 10 * NOISE  # measured: 6.4
 
 
+@pytest.mark.both_runners
 def test_preemption_within_the_window_gives_the_same_text(
     make_engine: Callable[..., Engine], undisturbed: Callable[..., torch.Tensor], prose: list[int]
 ) -> None:
@@ -154,6 +156,7 @@ def test_preemption_of_requests_far_longer_than_the_window(
         assert_close(undisturbed(prompt, answer), got, NOISE)
 
 
+@pytest.mark.both_runners
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_abort_of_a_request_that_shares_its_prefix(
     cached: Engine, undisturbed: Callable[..., torch.Tensor], prose: list[int], when: str
@@ -230,7 +233,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "kv_cache_dtype": "auto"}
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.both_runners), "draft_model"])
 def test_speculation(
     model_path: Path,
     sidecar_path: Path,
@@ -298,6 +301,7 @@ def test_speculation(
     assert 5 < accepted <= drafted - 5
 
 
+@pytest.mark.both_runners
 def test_pages_and_pool_full_of_ones(plain: Engine, prose: list[int]) -> None:
     """Every byte 0xFF (NaN in fp16 and BF16) before serving: not one bit of a logit changes."""
     prompt, length = prose[300:450], 4
@@ -343,7 +347,7 @@ def test_a_pool_too_small_for_full_windows(
     statistics = engine.runtime.statistics()
     assert statistics["shrunk_steps"] >= 11
     assert statistics["int2_sink_reads"] == 0, "sinks go last"
-    assert len([text for text in warnings if "window was shrunk" in text]) == 1
+    assert len([text for text in warnings if "windows were shrunk" in text]) == 1
     for name, prompt in prompts.items():  # degraded, and still sane
         answer = list(answers[name].outputs[0].token_ids)
         plain.run({"alone": prompt}, 12, forced={"alone": prompt + answer})

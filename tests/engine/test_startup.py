@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_oscar.errors import (
+    CalibrationError,
     ConfigError,
     SidecarCorruptError,
     SidecarMismatchError,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.engine
     [
         ({"windw": 3}, {}, ConfigError, r"unknown oscar options \['windw'\]; known: .*'window'"),
         ({"pool_share": 1.5e-3}, {}, ConfigError, r"raise pool_share to [0-9.]+ .*or lower --max-num-seqs to [1-9]"),
-        ({"sidecar": "/nowhere.safetensors"}, {}, SidecarNotFoundError, "python -m vllm_oscar.calibrate"),
+        ({"sidecar": "/nowhere.safetensors"}, {}, SidecarNotFoundError, "oscar calibrate"),
         ({}, {"attention_backend": "CPU_ATTN"}, UnsupportedError, "another attention backend .*leave it out"),
         (
             {},
@@ -77,8 +78,31 @@ def test_no_sidecar_at_all(make_engine: Callable[..., Engine], monkeypatch: pyte
     """Only then: with a folder for the user's sidecars that is empty, and none in the model's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("vllm_oscar.sidecar.FILE_NAME", "no/such.safetensors")
-    with pytest.raises(SidecarNotFoundError, match=r"python -m vllm_oscar\.calibrate .*hadamard"):
+    with pytest.raises(SidecarNotFoundError, match=r"oscar calibrate .* oscar serve .*hadamard"):
         make_engine({"sidecar": None})
+
+
+def test_a_calibration_at_the_start_that_fails_is_the_reason(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And what cannot be served is refused before it. Where it succeeds: tests/serve/test_serve.py."""
+    from vllm import EngineArgs
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("vllm_oscar.sidecar.FILE_NAME", "no/such.safetensors")
+    options: dict[str, Any] = {"calibrate": "--data nowhere.txt"}
+
+    def start(**more: Any) -> None:
+        EngineArgs(
+            str(model_path), kv_cache_dtype="oscar", additional_config={"oscar": options}, **more
+        ).create_engine_config()
+
+    with pytest.raises(UnsupportedError, match="another attention backend"):
+        start(attention_backend="CPU_ATTN")
+    with pytest.raises(CalibrationError, match=rf"calibration of {model_path} failed: .*nowhere\.txt: no such file"):
+        start()
+    options["rotation"] = "hadamard"
+    start()
 
 
 def test_sidecar_of_another_model(make_engine: Callable[..., Engine], tmp_path: Path) -> None:

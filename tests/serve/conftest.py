@@ -13,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,25 @@ class Server:
         log: file for the output, in a folder of its own
         oscar: options of the plugin
         options: further ones of `vllm serve`
+        command: which serves
     """
 
-    def __init__(self, model: Path, log: Path, oscar: dict[str, Any], *options: object) -> None:
+    def __init__(
+        self,
+        model: Path,
+        log: Path,
+        oscar: dict[str, Any],
+        *options: object,
+        command: Sequence[str] = ("vllm", "serve", "--kv-cache-dtype", "oscar"),
+    ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.log = log
-        command = [
-            Path(sys.executable).with_name("vllm"), "serve", model, "--served-model-name", "small",
-            "--kv-cache-dtype", "oscar", "--additional-config", json.dumps({"oscar": oscar}),
+        program, subcommand, *first = command
+        words = [
+            Path(sys.executable).with_name(program), subcommand, model, *first, "--served-model-name", "small",
+            "--additional-config", json.dumps({"oscar": oscar}),
             "--host", "127.0.0.1", "--port", self.port, "--max-model-len", 512, "--max-num-seqs", 8,
             "--enforce-eager", "--block-size", 16,
             # with vLLM's default of 0 the server may kill its engine before that has heard of the end
@@ -55,13 +64,14 @@ class Server:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_LOG_STATS_INTERVAL": "1",
-            "PROMETHEUS_MULTIPROC_DIR": str(shared),
             "TMPDIR": str(self.temporary),
         }
+        if program == "vllm":  # `oscar serve` has a folder of its own
+            environment["PROMETHEUS_MULTIPROC_DIR"] = str(shared)
         environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the engine core is a process of its own
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [str(part) for part in command],
+                [str(word) for word in words],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -121,13 +131,18 @@ class Server:
         self.process.wait(STOP_LIMIT)
 
 
+def linked(model: Path, folder: Path) -> Path:
+    """The model in another folder, without a sidecar."""
+    for file in model.iterdir():
+        if file.is_file():
+            (folder / file.name).symlink_to(file.resolve())
+    return folder
+
+
 @pytest.fixture(scope="module")
 def folder(model_path: Path, sidecar_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model with its sidecar in place."""
-    folder = tmp_path_factory.mktemp("model")
-    for file in model_path.iterdir():
-        if file.is_file():
-            (folder / file.name).symlink_to(file.resolve())
+    folder = linked(model_path, tmp_path_factory.mktemp("model"))
     (folder / FILE_NAME).parent.mkdir()
     (folder / FILE_NAME).symlink_to(sidecar_path.resolve())
     return folder

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vllm_oscar.attention import StoredRows, attend, read_rows
+from vllm_oscar.attention import StoredRows, attend, attend_fused, read_rows
 from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.page_layout import PageLayout
@@ -73,7 +73,9 @@ def test_softmax_over_stored_and_fresh_rows(
     scale = 1 / math.sqrt(head_size)
     rows = StoredRows(key, value, torch.zeros(stored, heads, dtype=torch.bool))
     sinks = 3 * randn(heads * ratio) if with_sinks else None
-    got = attend(query, rows, k_transform, v_transform, scale, first, raw, cap, window, sinks)
+    attended = [attend(query, rows, k_transform, v_transform, scale, first, raw, cap, window, sinks)]
+    if not cap and sinks is None:
+        attended.append(attend_fused(query, rows, k_transform, v_transform, scale, first, raw, window))
 
     restored = [
         torch.einsum("jhd,hde->jhe", y.double(), torch.linalg.inv(t.matrix.double())) + t.mean.double()
@@ -82,8 +84,9 @@ def test_softmax_over_stored_and_fresh_rows(
     if raw is not None:
         restored = [torch.cat([old, new.double()]) for old, new in zip(restored, raw, strict=True)]
     wanted = plain_attention(query, restored[0], restored[1], scale, first, cap, window, sinks)
-    assert got.dtype == torch.float32
-    assert (got.double() - wanted).abs().max() < 1e-4 * wanted.abs().max()
+    for got in attended:
+        assert got.dtype == torch.float32 and got.shape == wanted.shape
+        assert (got.double() - wanted).abs().max() < 1e-4 * wanted.abs().max()
 
 
 class Cache:

@@ -1,6 +1,7 @@
 """Calibration against brute force, streaming against a whole model, resuming, data formats, model families."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,10 +14,12 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from tests.unit.tiny_models import FAMILIES, tiny, tokens  # noqa: E402
 from vllm_oscar import errors  # noqa: E402
 from vllm_oscar.cache_layer import CacheLayer  # noqa: E402
 from vllm_oscar.calibrate.__main__ import calibrate, main  # noqa: E402
@@ -32,47 +35,6 @@ from vllm_oscar.rotation import hadamard  # noqa: E402
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar  # noqa: E402
 
 FAR = FarSet(sink=4, window=8, stride=1)
-BASE = {
-    "vocab_size": 300,
-    "hidden_size": 96,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 257,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
-                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-    "mistral": {"sliding_window": 20},
-    "phi3": {"partial_rotary_factor": 0.5, "hidden_size": 256},  # head size is hidden_size / heads there
-    "gemma2": {"sliding_window": 20, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 64},
-    "gemma3_text": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    "glm4": {"partial_rotary_factor": 0.5},
-    "gpt_oss": {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
-}  # fmt: skip
-
-
-def tiny(family: str, **changes: Any) -> Any:
-    """A random model of a family, float32; weights large enough that attention is not uniform."""
-    config = transformers.AutoConfig.for_model(family, **(BASE | FAMILIES[family] | changes))
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    for name, parameter in model.named_parameters():
-        if parameter.dim() > 1 or "sinks" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, std=0.15)
-    return model
-
-
-def tokens(count: int, length: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count, length), generator=torch.Generator().manual_seed(1))
 
 
 def brute_force(a: Attention, far: FarSet) -> dict[str, torch.Tensor]:
@@ -196,7 +158,7 @@ def test_families_streamed_from_disk(family: str, tmp_path: Path) -> None:
     ids = tokens(2, 48)
     fingerprint = ModelFingerprint.of(transformers.AutoConfig.from_pretrained(tmp_path / "model"))
     state = State(tmp_path / "state", {})
-    with Model.opened(str(tmp_path / "model"), torch.device("cpu"), torch.float32) as streamed:
+    with state, Model.opened(str(tmp_path / "model"), torch.device("cpu"), torch.float32) as streamed:
         assert all(parameter.is_meta for layer in streamed.layers for parameter in layer.parameters())
         collect(streamed, ids, FAR, state, lambda count: None)
         assert all(parameter.is_meta for layer in streamed.layers for parameter in layer.parameters())
@@ -293,12 +255,12 @@ def test_layers_without_known_frequencies_are_named(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Their keys hold for the sequences' length only; nothing is said where the whole context is no longer."""
-    monkeypatch.setattr("vllm_oscar.calibrate.streaming.rope_frequencies", lambda decoder, options: None)
+    monkeypatch.setattr("vllm_oscar.calibrate.streaming.turning_frequencies", lambda *given: None)
 
     def said() -> list[str]:
         # an engine that was here before may have something to say as well
         ours = [record for record in caplog.records if record.name.startswith("vllm_oscar")]
-        return [record.getMessage().split(":")[0] for record in ours]
+        return [text for record in ours if "guessing" not in (text := record.getMessage().split(":")[0])]
 
     with caplog.at_level("WARNING"):
         assert main([*command(checkpoint, tmp_path / "short"), "--context", "10"]) == 0
@@ -335,6 +297,72 @@ def test_killed_runs_go_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest
     assert len(passes) < 9  # of 3 layers x 3 sequences: finished layers are not done again
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "undisturbed").read_bytes()
     assert not (tmp_path / "killed.state").exists()
+
+
+def test_two_calibrations_do_not_share_a_state(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
+    """Neither of the same job nor of another: each would read what the other writes."""
+    folder = tmp_path / "a.state"
+    with State(folder, {"data": 1}) as state:
+        state.finish(-1)
+        for data in (1, 2):
+            with pytest.raises(errors.ConfigError, match="another calibration is at work"):
+                State(folder, {"data": data})
+        assert main(command(checkpoint, tmp_path / "a")) == 1
+        assert "wait for it, or take another --out" in capsys.readouterr().err
+        assert state.done == 0 and (folder / "job.json").exists()
+    assert main(command(checkpoint, tmp_path / "a")) == 0
+    assert not folder.exists()
+
+
+def killed_after_one_layer(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    finish = State.finish
+
+    def killed(self: State, layer: int, *rest: Any) -> None:
+        finish(self, layer, *rest)
+        if layer == 0:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(State, "finish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(arguments)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_goes_on_over_the_same_weights_only(
+    replaced: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A checkpoint that is replaced in between, by one of the same names and sizes, is calibrated anew."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    killed_after_one_layer(monkeypatch, command(model, tmp_path / "a"))
+    if replaced:
+        file = model / "model.safetensors"
+        weights = {name: -tensor if "v_proj" in name else tensor for name, tensor in load_file(file).items()}
+        save_file(weights, file, {"format": "pt"})
+    with caplog.at_level("INFO"):
+        assert main(command(model, tmp_path / "a")) == 0
+    assert ("going on after 1 layers" in caplog.text) != replaced
+    assert main(command(model, tmp_path / "anew")) == 0
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "anew").read_bytes()
+
+
+def test_weights_that_change_under_a_run_leave_no_sidecar(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(checkpoint, model)
+    finish = State.finish
+
+    def replacing(self: State, layer: int, *rest: Any) -> None:
+        finish(self, layer, *rest)
+        if layer == 2:
+            save_file(load_file(model / "model.safetensors"), model / "model.safetensors", {"format": "pt"})
+
+    monkeypatch.setattr(State, "finish", replacing)
+    assert main(command(model, tmp_path / "a")) == 1
+    assert "was changed while it was calibrated" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
 
 
 def output_error(a: Attention, layer: LayerCalibration, far: FarSet) -> float:
@@ -414,12 +442,12 @@ def test_search_on_the_command_line_survives_a_kill(
 
 
 def test_a_state_of_another_job_is_not_used(tmp_path: Path) -> None:
-    state = State(tmp_path / "s", {"data": 1})
-    state.finish(-1)
-    state.finish(0, LayerStatistics({"a": torch.zeros(1)}))
-    assert State(tmp_path / "s", {"data": 1}).done == 1
-    assert State(tmp_path / "s", {"data": 2}).done == -1
-    assert State(tmp_path / "s", {"data": 1}).done == -1
+    with State(tmp_path / "s", {"data": 1}) as state:
+        state.finish(-1)
+        state.finish(0, LayerStatistics({"a": torch.zeros(1)}))
+    for data, done in ((1, 1), (2, -1), (1, -1)):
+        with State(tmp_path / "s", {"data": data}) as state:
+            assert state.done == done
 
 
 def test_heads_that_read_no_int2_get_hadamard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -428,8 +456,12 @@ def test_heads_that_read_no_int2_get_hadamard(tmp_path: Path, caplog: pytest.Log
     fingerprint = ModelFingerprint.of(transformers.AutoConfig.from_pretrained(tmp_path / "m"))
     recipe = Recipe.of("aware", per="head", group_size=64, search=True)
     data = Sequences.of(tokens(2, 40), "random")
-    with caplog.at_level("INFO"), Model.opened(str(tmp_path / "m"), torch.device("cpu"), torch.float32) as model:
-        sidecar = calibrate(model, fingerprint, data, recipe, 4, 8, 1, tmp_path / "state")
+    with (
+        caplog.at_level("INFO"),
+        State(tmp_path / "state", {}) as state,
+        Model.opened(str(tmp_path / "m"), torch.device("cpu"), torch.float32) as model,
+    ):
+        sidecar = calibrate(model, fingerprint, data, recipe, FAR, state)
     tensor = sidecar.layers[1].key
     assert torch.equal(tensor.transform[1], hadamard(64).float())
     assert not tensor.mean.any()

@@ -11,14 +11,21 @@ transformers = pytest.importorskip("transformers")
 from tests.unit.rope import FREQUENCY, HEADS, PAIRS, SIZE, rope  # noqa: E402
 from vllm_oscar.cache_layer import RowCodec  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output  # noqa: E402
-from vllm_oscar.calibrate.rope import key_mean, key_moments, rope_frequencies  # noqa: E402
+from vllm_oscar.calibrate.rope import (  # noqa: E402
+    as_served,
+    default_context,
+    key_mean,
+    key_moments,
+    turning_frequencies,
+)
 from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
-from vllm_oscar.calibrate.streaming import Model, _record  # noqa: E402
+from vllm_oscar.calibrate.streaming import Model, _fixed, _frequencies, _record  # noqa: E402
 from vllm_oscar.quantizer import FP16_MAX, decode  # noqa: E402
 from vllm_oscar.sidecar import TensorCalibration  # noqa: E402
 from vllm_oscar.turning import TurningMean  # noqa: E402
 
+CPU = torch.device("cpu")
 TOKENS = 384
 FAR = FarSet(sink=16, window=64)
 
@@ -187,19 +194,135 @@ def test_int2_does_not_see_what_turns() -> None:
     assert constant > 10 * plain
 
 
-def test_frequencies_are_those_of_the_layers_own_rope() -> None:
-    """Gemma-3 has two; the tables that a layer gets say which is its own. Scaled ones are as the model uses them."""
-    config = transformers.AutoConfig.for_model(
-        "gemma3_text", vocab_size=30, hidden_size=64, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=64, sliding_window=20,
-        layer_types=["sliding_attention", "full_attention"], bos_token_id=0, eos_token_id=1, pad_token_id=1,
-    )  # fmt: skip
-    decoder = transformers.AutoModelForCausalLM.from_config(config).eval().get_decoder()
-    model = Model(decoder, torch.device("cpu"))
+def rope_config(kind: str, **more: Any) -> Any:
+    small = {
+        "vocab_size": 30, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "sliding_window": 20,
+        "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+    }  # fmt: skip
+    return transformers.AutoConfig.for_model(kind, **small | more)
+
+
+def found_frequencies(config: Any, dtype: torch.dtype = torch.float32, length: int = 24) -> list[torch.Tensor | None]:
+    """What calibration finds out about each layer of a random model."""
+    torch.manual_seed(0)
+    model = Model(transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval().get_decoder(), CPU)
+    ids = torch.arange(length)[None] % 30
     with torch.inference_mode():
-        calls, _ = _record(model, torch.arange(24)[None])
-    sliding, full = (rope_frequencies(decoder, call.options) for call in calls)
+        calls, states = _record(model, ids)
+        return [
+            _frequencies(model, layer, call, states) if fixed else None
+            for layer, call, fixed in zip(model.layers, calls, _fixed(model, calls, ids), strict=True)
+        ]
+
+
+def has_rope(found: list[torch.Tensor | None]) -> list[bool]:
+    assert all(frequency is not None for frequency in found)
+    return [bool(len(frequency)) for frequency in found if frequency is not None]
+
+
+SLIDING = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+AFMOE = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "num_dense_layers": 4}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("smollm3", {"hidden_size": 128}),
+        ("exaone4", {"layer_types": SLIDING}),
+        ("afmoe", {"layer_types": SLIDING, **AFMOE}),
+        ("cohere2", {"layer_types": SLIDING, "hidden_size": 128}),
+    ],
+)
+def test_layers_that_do_not_use_the_angles_they_are_given_have_no_rope(
+    kind: str, more: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """All of these have RoPE in three layers of four; transformers hands the angles to every layer."""
+    assert has_rope(found_frequencies(rope_config(kind, **more), dtype)) == [True, True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frequencies_are_those_of_the_layers_own_rope(dtype: torch.dtype) -> None:
+    """Gemma-3 has two; each layer's keys say which is its own."""
+    config = rope_config("gemma3_text", num_hidden_layers=2, layer_types=SLIDING[2:])
+    sliding, full = found_frequencies(config, dtype)
     assert sliding is not None and full is not None
-    torch.testing.assert_close(sliding, FREQUENCY)
-    torch.testing.assert_close(full, 1e6 ** (-torch.arange(PAIRS, dtype=torch.float32) / PAIRS))
-    assert rope_frequencies(decoder, {}) is None
+    torch.testing.assert_close(sliding.float(), FREQUENCY)
+    torch.testing.assert_close(full.float(), 1e6 ** (-torch.arange(PAIRS, dtype=torch.float32) / PAIRS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "expected"),
+    [
+        # neighbours turn together, and the angles come in neighbours too
+        ("cohere", {"hidden_size": 128, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, FREQUENCY),
+        ("glm4", {"partial_rotary_factor": 0.5}, FREQUENCY[::2]),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}, FREQUENCY / 8),
+        ("qwen3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frequencies_are_found_in_every_layout(
+    kind: str, more: dict[str, Any], expected: torch.Tensor | None, dtype: torch.dtype
+) -> None:
+    config = rope_config(kind, num_hidden_layers=1, **more)
+    (found,) = found_frequencies(config, dtype)
+    assert found is not None
+    if expected is None:
+        expected = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["yarn"](config)[0]
+    torch.testing.assert_close(found.float(), expected, rtol=1e-3, atol=0.0)
+
+
+def test_rope_that_depends_on_the_length_has_no_fixed_frequencies() -> None:
+    parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    assert found_frequencies(rope_config("llama", num_hidden_layers=2, rope_parameters=parameters)) == [None, None]
+
+
+def longrope() -> Any:
+    factors = {"short_factor": [1.0] * PAIRS, "long_factor": [1.0 + index for index in range(PAIRS)]}
+    parameters = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32} | factors
+    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "max_position_embeddings": 128}
+    return rope_config("phi3", original_max_position_embeddings=32, rope_parameters=parameters, **sizes)
+
+
+@pytest.mark.parametrize("length", [24, 48])
+@pytest.mark.parametrize(("context", "long"), [(32, False), (33, True)])
+def test_longrope_is_calibrated_with_the_factors_that_vllm_takes(context: int, long: bool, length: int) -> None:
+    """By the longest context served, whatever the length of the sequences."""
+    (found,) = found_frequencies(as_served(longrope(), context), length=length)
+    factor = torch.arange(1, PAIRS + 1) if long else torch.ones(PAIRS)
+    assert found is not None
+    torch.testing.assert_close(found, FREQUENCY / factor)
+
+
+def test_longrope_as_transformers_has_it_is_not_taken_for_fixed() -> None:
+    assert found_frequencies(longrope()) == [None]
+
+
+def test_the_context_is_vllms_unless_asked_for() -> None:
+    assert default_context(longrope()) == 32
+    assert default_context(rope_config("llama", max_position_embeddings=77)) == 77
+
+
+def test_keys_that_turn_in_no_known_way_have_no_known_frequencies() -> None:
+    """Another speed of one pair, and a norm with weights after RoPE."""
+    before = torch.randn(HEADS, 64, SIZE, generator=torch.Generator().manual_seed(0))
+    after = rope(before.double(), torch.arange(64), interleaved=False).float()
+    assert turning_frequencies(before, after, [FREQUENCY[::2], FREQUENCY]) is FREQUENCY
+    assert turning_frequencies(before, after.bfloat16(), [FREQUENCY]) is FREQUENCY
+    assert (
+        turning_frequencies(before, after, [torch.cat([FREQUENCY[:9], FREQUENCY[9:10] * 1.1, FREQUENCY[10:]])]) is None
+    )
+    assert turning_frequencies(before, after * torch.linspace(0.5, 1.5, SIZE), [FREQUENCY]) is None
+    assert turning_frequencies(before, 1.3 * after, [FREQUENCY]) is FREQUENCY  # YaRN
+
+
+def test_without_rope_moments_are_those_of_the_sequences() -> None:
+    sums, plain = LayerStatistics(), LayerStatistics()
+    sums.add(attention(planted(3)), FAR, torch.zeros(0))
+    plain.add(attention(planted(3)), FAR)
+    found, expected = key_moments(sums, 131_072), key_moments(plain, 131_072)
+    assert found.turning is None
+    assert torch.equal(found.covariance, expected.covariance)
+    assert torch.equal(key_mean(sums, 131_072, None), expected.mean)

@@ -3,6 +3,7 @@
 import functools
 import math
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -79,15 +80,25 @@ def test_run_dtypes(dtype: torch.dtype) -> None:
     assert_same(quantizer.encode_metric(y, metric(64), 64), compiled_quantizer.encode_metric(y, metric(64), 64))
 
 
+@pytest.mark.parametrize("numba", [None, ModuleType("numba")], ids=["none", "a stand-in for vLLM's imports"])
 def test_the_cache_uses_it_and_says_once_where_numba_is_missing(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, numba: ModuleType | None
 ) -> None:
     encoders = cache_layer._encoders.__wrapped__
     assert encoders("cpu") is compiled_quantizer and encoders("cuda") is quantizer
     monkeypatch.setattr(cache_layer, "_encoders", functools.cache(encoders))
     monkeypatch.delattr(vllm_oscar, "compiled_quantizer")
     monkeypatch.delitem(sys.modules, "vllm_oscar.compiled_quantizer")
-    monkeypatch.setitem(sys.modules, "numba", None)
+    for name in ("numba.core", "numba.core.dispatcher"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "numba", numba)
     assert [cache_layer._encoders("cpu") for _ in range(3)] == [quantizer] * 3
     assert [record.message.split(":")[0] for record in caplog.records] == ["oscar"]
     assert "pip install numba" in caplog.text
+
+
+def test_an_engine_can_start_after_it() -> None:
+    """vLLM 0.32 asks everything that modules hold for a __dict__; llvmlite's library answered with a function."""
+    import llvmlite.binding.ffi
+
+    assert isinstance(getattr(llvmlite.binding.ffi.lib, "__dict__", {}), dict)

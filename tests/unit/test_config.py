@@ -20,11 +20,12 @@ def test_defaults_are_those_of_the_measurements() -> None:
     assert (config.sink, config.window, config.rotation, config.key_encoder) == (64, 256, "calibrated", None)
 
 
-def test_additional_config_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_additional_config_wins_over_the_environment_option_by_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, json.dumps({"window": 512, "sink": 0}))
     assert OscarConfig.parse(None) == OscarConfig(window=512, sink=0)
-    assert OscarConfig.parse({"oscar": {"window": 128}}) == OscarConfig(window=128)
-    assert OscarConfig.parse({"oscar": {}}) == OscarConfig()
+    assert OscarConfig.parse({"oscar": {"window": 128}}) == OscarConfig(window=128, sink=0)
+    assert OscarConfig.parse({"oscar": {}}) == OscarConfig(window=512, sink=0)
+    assert OscarConfig.parse({"oscar": {"window": 256, "sink": 64}}) == OscarConfig()
 
 
 @pytest.mark.parametrize(
@@ -38,6 +39,7 @@ def test_additional_config_wins_over_the_environment(monkeypatch: pytest.MonkeyP
         ({"window": "256"}, "window"),
         ({"sink": -1}, "sink"),
         ({"sink": None}, "sink"),
+        ({"sink": 4001}, "sink"),
         ({"rotation": "none"}, "rotation"),
         ({"rotation": ["hadamard"]}, "rotation"),
         ({"key_encoder": "fast"}, "key_encoder"),
@@ -48,6 +50,8 @@ def test_additional_config_wins_over_the_environment(monkeypatch: pytest.MonkeyP
         ({"pool_share": "0.1"}, "pool_share"),
         ({"pool_share": True}, "pool_share"),
         ({"sidecar": 3}, "sidecar"),
+        ({"calibrate": 3}, "calibrate: 3; use true, false or a text of `oscar calibrate` options"),
+        ({"calibrate": ["--sequences", "3"]}, "calibrate"),
         ({"sidecar": "a.safetensors", "rotation": "hadamard"}, "rotation"),
     ],
     ids=str,

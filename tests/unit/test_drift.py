@@ -11,7 +11,8 @@ pytest.importorskip("accelerate")
 from vllm_oscar.calibrate.__main__ import calibrate  # noqa: E402
 from vllm_oscar.calibrate.data import Sequences  # noqa: E402
 from vllm_oscar.calibrate.solve import Recipe  # noqa: E402
-from vllm_oscar.calibrate.streaming import Model  # noqa: E402
+from vllm_oscar.calibrate.statistics import FarSet  # noqa: E402
+from vllm_oscar.calibrate.streaming import Model, State  # noqa: E402
 from vllm_oscar.evaluation.drift import RECALIBRATE, Drift, drifts  # noqa: E402
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar  # noqa: E402
 
@@ -42,8 +43,11 @@ def sidecar(model: Path, folder: Path, method: str = "aware") -> Sidecar:
     fingerprint = ModelFingerprint.of(transformers.AutoConfig.from_pretrained(model))
     recipe = Recipe.of(method, per="head", group_size=64)
     data = Sequences.of(tokens(0, 30, 1), "below 30")
-    with Model.opened(str(model), torch.device("cpu"), None) as opened:
-        return calibrate(opened, fingerprint, data, recipe, SINK, WINDOW, 4, folder / "state")
+    with (
+        State(folder / "state", {"method": method}) as state,
+        Model.opened(str(model), torch.device("cpu"), None) as opened,
+    ):
+        return calibrate(opened, fingerprint, data, recipe, FarSet(SINK, WINDOW), state)
 
 
 def test_drift_is_nothing_on_the_calibration_text_and_grows_with_the_distance(model: Path, tmp_path: Path) -> None:

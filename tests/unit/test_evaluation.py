@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import struct
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +19,27 @@ from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.errors import ConfigError, SidecarMismatchError
 from vllm_oscar.evaluation import doctor
-from vllm_oscar.evaluation.codecs import Kivi, RotatedInt4, min_max
-from vllm_oscar.evaluation.engine import EvaluationError, Recorder
-from vllm_oscar.evaluation.generation import CONTEXTS, Answers, answer_table, chat_prompts, compared
+from vllm_oscar.evaluation.codecs import Codec, Kivi, KVarN, RotatedInt4, balanced, min_max
+from vllm_oscar.evaluation.engine import Answer, Recorder
+from vllm_oscar.evaluation.generation import CONTEXTS, answer_table, chat_prompts, compared, repeated
 from vllm_oscar.evaluation.inspection import rows
+from vllm_oscar.evaluation.listening import EvaluationError, Listener
 from vllm_oscar.evaluation.measure import Result, measure
 from vllm_oscar.evaluation.methods import BUILT_IN, EMULATED, Method, parse
 from vllm_oscar.evaluation.metrics import Scores
-from vllm_oscar.evaluation.needle import DEPTHS, Found, needle_table, needles, says
-from vllm_oscar.evaluation.report import line, plot, table
+from vllm_oscar.evaluation.needle import (
+    DEPTHS,
+    Found,
+    Haystacks,
+    Key,
+    Needle,
+    copies,
+    needles,
+    says,
+    several_keys,
+    summarised,
+)
+from vllm_oscar.evaluation.report import heat_map, line, needle_table, plot, table
 from vllm_oscar.evaluation.rewriting import Rewriter
 from vllm_oscar.evaluation.texts import TEXTS, chats, open_text
 from vllm_oscar.evaluation.windows import held_out
@@ -124,7 +137,8 @@ class Runner:
             positions.append(torch.arange(start, end))
             states += [[float(list(self.windows).index(name)), float(at)] for at in range(start, end)]
         # the batch has room for more, and rows are padded
-        self.input_batch = SimpleNamespace(num_reqs=len(chunks), req_ids=[name for name, _, _ in chunks])
+        names, computed = [name for name, _, _ in chunks], torch.tensor([start for _, start, _ in chunks]).numpy()
+        self.input_batch = SimpleNamespace(num_reqs=len(chunks), req_ids=names, num_computed_tokens_cpu=computed)
         self.query_start_loc = SimpleNamespace(np=torch.tensor([*bounds, -1, -1]).numpy())
         padding = torch.zeros(3, dtype=torch.int64)
         inputs = {"input_ids": torch.cat([*ids, padding]).int(), "positions": torch.cat([*positions, padding])}
@@ -175,6 +189,63 @@ def test_recorder_refuses_tokens_that_did_not_run_once(steps: list[tuple[str, in
         runner.step(recorder, step)
     with pytest.raises(EvaluationError, match="exactly once"):
         recorder.check()
+
+
+# ---- listening
+
+
+class Steps:
+    """What Listener looks at in vLLM's model runner, fed step by step; a state is (request, position)."""
+
+    def __init__(self, first: list[int], forced: list[list[int]] | None = None) -> None:
+        self.listener = Listener(self, first, forced)
+        self.input_batch: Any = None
+        self.query_start_loc: Any = None
+
+    def step(self, *chunks: tuple[int, int, int]) -> torch.Tensor:
+        """Run (request, first position, last + 1) side by side; what 10 tokens' logits of 0 become for each."""
+        bounds = [0]
+        states = []
+        for request, start, end in chunks:
+            bounds.append(bounds[-1] + end - start)
+            states += [[float(request), float(at)] for at in range(start, end)]
+        names = [f"{request}-a1b2" for request, _, _ in chunks]
+        self.input_batch = SimpleNamespace(num_reqs=len(chunks), req_ids=names)
+        self.query_start_loc = SimpleNamespace(np=torch.tensor([*bounds, -1]).numpy())
+        output = torch.tensor([*states, [-1.0, -1.0]])  # rows are padded
+        self.listener(torch.nn.Identity(), (), {"positions": output[:, 1].long()}, output)
+        return self.listener.choose(torch.zeros(len(chunks), 10))
+
+
+def test_listener_keeps_the_states_that_answers_are_made_of() -> None:
+    """From the prompt's last token on, whatever else the batch holds."""
+    steps = Steps(first=[3, 5])
+    steps.step((0, 0, 4), (1, 0, 2))
+    steps.step((1, 2, 6), (0, 4, 5))
+    steps.step((1, 6, 7))
+    first, second = steps.listener.hidden()
+    assert first.tolist() == [[0, 3], [0, 4]]
+    assert second.tolist() == [[1, 5], [1, 6]]
+
+
+def test_listener_makes_the_forced_tokens_the_likeliest() -> None:
+    """Of the request and position that the row is, and only once the prompt has been read."""
+    steps = Steps(first=[3, 5], forced=[[7, 8], [9]])
+    assert steps.step((0, 0, 4), (1, 0, 2)).argmax(-1).tolist() == [7, 0]
+    assert steps.step((1, 2, 6), (0, 4, 5)).argmax(-1).tolist() == [9, 8]
+    assert steps.step((0, 5, 6)).argmax(-1).tolist() == [0]  # vLLM may run ahead of the end
+    assert (Steps(first=[0]).step((0, 0, 1)) == 0).all()
+
+
+def test_listener_refuses_positions_that_did_not_run_once() -> None:
+    steps = Steps(first=[1])
+    steps.step((0, 0, 3))
+    with pytest.raises(EvaluationError, match="position 3 exactly once"):
+        steps.step((0, 0, 3))  # after a preemption
+    forced = Steps(first=[1], forced=[[4]])
+    forced.step((0, 0, 2))
+    with pytest.raises(EvaluationError, match="2 rows of logits for 1 requests"):
+        forced.listener.choose(torch.zeros(2, 10))
 
 
 # ---- methods
@@ -238,7 +309,9 @@ def test_other_caches_and_unknown_methods() -> None:
 def test_every_method_states_its_bits() -> None:
     """At head size 64: codes, and an fp16 scale and offset for each row, or for each group of 32."""
     bits = {name: parse(name, calibrated()).bits for name in (*BUILT_IN, *EMULATED)}
-    assert bits == dict.fromkeys(BUILT_IN, 2.5) | {"kivi": 3.0, "kivi-64": 2.5, "int4": 4.5}
+    assert bits == dict.fromkeys(BUILT_IN, 2.5) | {"kivi": 3.0, "kivi-64": 2.5, "kvarn": 3.5625, "int4": 4.5}
+    # 4 and 2; for each 128 rounded together a pair of fp16, and one fp16 the other way: 48 / 128
+    assert KVarN().bits(128) == 3.375
     assert RotatedInt4().bits(128) == 4.25
     with pytest.raises(ConfigError, match="do not divide head size 80"):
         Kivi(32).bits(80)
@@ -289,10 +362,46 @@ def test_int4_mixes_before_it_rounds() -> None:
     assert 0.005 < error < 0.02  # range of 64 normals is about 4.7: (4.7 / 15)^2 / 12 = 0.008
 
 
-@pytest.mark.parametrize("codec", [Kivi(32), RotatedInt4()])
-def test_codecs_work_where_the_rows_are(codec: Kivi | RotatedInt4) -> None:
+def test_kvarn_evens_out_loud_tokens_and_loud_channels() -> None:
+    """A tile with both, ten times the rest: their scales come off before anything is rounded, and go on again."""
+    generator = torch.Generator().manual_seed(6)
+    plain = torch.randn(2, 3, 128, 64, generator=generator)
+    loud_row, loud_column = torch.ones(128, 1), torch.ones(64)
+    loud_row[5], loud_column[9] = 10, 10
+    row, column = balanced(plain * loud_row * loud_column)
+    even = plain * loud_row * loud_column / row / column
+    for axis in (-1, -2):
+        assert even.std(axis).amax() / even.std(axis).amin() < 1.2  # not 1: scales have a lower bound
+    # the outer product is what is known: the loud ones' scales are ten times the others'
+    assert (row[..., 5, 0] / row[..., 6, 0]).mean() == pytest.approx(10, rel=0.25)
+    assert (column[..., 0, 9] / column[..., 0, 8]).mean() == pytest.approx(10, rel=0.25)
+
+
+def test_kvarn_never_makes_a_tile_less_even() -> None:
+    """Bounded scales cannot balance a tile of tiny numbers: it is left as it is."""
+    tiny = 1e-6 * torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(7))
+    row, column = balanced(tiny)
+    even = tiny / row / column
+    assert even.std(-1).amax() / even.std(-1).amin() <= 1.001 * tiny.std(-1).amax() / tiny.std(-1).amin()
+
+
+def test_kvarn_rounds_keys_by_channel_to_16_and_values_by_token_to_4() -> None:
+    """Errors of round-to-nearest over the range of 128 and of 64 normals, 5.4 and 4.7: (range / steps)^2 / 12."""
+    codec, generator = KVarN(), torch.Generator().manual_seed(8)
+    x = torch.randn(256, 2, 64, generator=generator)
+    x[7] *= 20  # a loud token costs the others nothing: its scale is its own
+    quiet = torch.arange(256) != 7
+    keys, values = codec.keys(x), codec.values(x)
+    assert (keys - x)[quiet].square().mean() == pytest.approx((5.4 / 15) ** 2 / 12, rel=0.15)
+    assert (values - x)[quiet].square().mean() == pytest.approx((4.7 / 3) ** 2 / 12, rel=0.15)
+    assert (keys - x)[7].square().mean() < 400 * 0.03
+    assert torch.equal(codec.keys(x)[128:], codec.keys(x[128:]))  # tiles are independent
+
+
+@pytest.mark.parametrize("codec", [Kivi(32), RotatedInt4(), KVarN()])
+def test_codecs_work_where_the_rows_are(codec: Codec) -> None:
     with FakeTensorMode():  # refuses operands on two devices
-        rows = torch.empty(32, 2, 64, device="cuda")
+        rows = torch.empty(128, 2, 64, device="cuda")
         for stored in (codec.keys(rows), codec.values(rows)):
             assert (stored.device, stored.shape) == (rows.device, rows.shape)
 
@@ -508,6 +617,13 @@ def test_a_command_that_fails_says_why_and_exits_1(tmp_path: Path, capsys: pytes
     assert "no such file" in captured.err
 
 
+@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv_cache_dtype=fp8"]], ids=str)
+def test_serve_is_for_this_cache(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """What it does else: tests/serve/test_serve.py."""
+    assert cli.main(["serve", "model", "--max-num-seqs", "4", *words]) == 1
+    assert capsys.readouterr().err.endswith("oscar; use vllm serve for fp8\n")
+
+
 def test_calibrate_is_handed_on(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["calibrate", "--help"])
@@ -526,14 +642,6 @@ def test_doctor_knows_the_pitfall_of_vllm_plugins(
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     found = {finding.what: finding for finding in doctor.environment()}
     assert found["VLLM_PLUGINS"].status == status
-
-
-def test_doctor_states_memory_with_the_copies_counted() -> None:
-    """2 layers of 2 heads: 40 bytes against 256 for a token and head; 8% of the memory may go to BF16 copies."""
-    text = doctor.capacity(MODEL, PageLayout(64, 16), pool_share=0.08)
-    assert "160 bytes a token" in text
-    assert "BF16 1,024" in text
-    assert f"{0.92 * 1024 / 160:.2f} times" in text
 
 
 @pytest.fixture
@@ -559,8 +667,10 @@ def test_doctor_finds_the_sidecar_or_says_how_to_make_one(
     def sidecar() -> doctor.Finding:
         return next(finding for finding in doctor.model(str(model_folder)) if finding.what == "sidecar")
 
-    assert sidecar().status == "fail"
-    assert "calibrate" in sidecar().text
+    assert sidecar().status == "warn"
+    assert f"oscar serve {model_folder}" in sidecar().text
+    assert cli.main(["doctor", str(model_folder)]) == 0, "nothing keeps it from running: it can be made"
+    assert cli.main(["doctor", str(model_folder), "--sidecar", "elsewhere.safetensors"]) == 1
     fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(model_folder))
     calibrated(fingerprint).save(model_folder / "elsewhere.safetensors")
     assert cli.main(["doctor", str(model_folder), "--sidecar", str(model_folder / "elsewhere.safetensors")]) == 0
@@ -570,8 +680,42 @@ def test_doctor_finds_the_sidecar_or_says_how_to_make_one(
     assert "method aware" in sidecar().text
     assert "2 of 2 layers" in sidecar().text
     assert cli.main(["doctor", str(model_folder), "--json"]) == 0
-    findings = json.loads(capsys.readouterr().out)
-    assert {finding["what"] for finding in findings} >= {"vLLM", "sidecar", "memory"}
+    found = {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found.keys() >= {"vLLM", "sidecar", "memory"}
+    assert found["memory"]["figures"] == {"int2": 160, "fp8": 512, "bf16": 1024}
+    assert found["runner"]["text"].endswith(" V1"), "V2 needs Triton, which is no part of vLLM's CPU build"
+
+
+def test_doctor_says_what_gpus_would_hold(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without reading weights: 3.5 GB in a file that has no such bytes on the disk. On a small GPU they do not fit."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(model_folder / "cache"))
+
+    def found() -> dict[str, dict[str, Any]]:
+        assert cli.main(["doctor", str(model_folder), "--json"]) == int(torch.cuda.is_available())
+        return {finding["what"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+    assert "no safetensors files: what GPUs would hold is not known" in found()["weights"]["text"]
+    with (model_folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", 2) + b"{}")
+        file.truncate(10 + 3_500_000_000)
+
+    held = {name: finding["figures"] for name, finding in found().items() if name.endswith("GB GPU")}
+    assert held.keys() == {"24 GB GPU", "48 GB GPU", "80 GB GPU", "141 GB GPU"}
+    # 90% less 2 GB less the weights; 24 requests of 11 blocks of 64 tokens, a block 2 x 2 x 264 x 64 bytes, come off
+    assert held["48 GB GPU"]["memory"] == 43.2e9 - 2e9 - 3.5e9
+    assert held["48 GB GPU"]["bf16"] == 37.7e9 // 1024
+    assert held["48 GB GPU"]["int2"] == (37.7e9 - 24 * 11 * 2 * 2 * 264 * 64) // 160
+    assert held["48 GB GPU"]["requests"] == 24 * 11 // 6
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "small")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=4_200_000_000))
+    small = found()["this GPU"]
+    assert small["status"] == "fail"
+    assert small["text"].endswith("; there are 1")
 
 
 def test_doctor_counts_memory_by_the_sidecars_groups_and_goes_on_with_odd_options(
@@ -582,11 +726,18 @@ def test_doctor_counts_memory_by_the_sidecars_groups_and_goes_on_with_odd_option
     def memory() -> doctor.Finding:
         return {finding.what: finding for finding in doctor.model(str(model_folder))}["memory"]
 
+    def figures() -> tuple[int, int]:
+        return memory().figures["int2"], memory().figures["bf16"]
+
     monkeypatch.setenv("XDG_CACHE_HOME", str(model_folder / "cache"))
-    assert "(2.5 bits an element)" in memory().text
+    assert figures() == (160, 1024)
+    assert f"{0.92 * 1024 / 160:.2f} times the tokens" in memory().text
     sidecar = replace(calibrated(ModelFingerprint.of(AutoConfig.from_pretrained(model_folder))), group_size=32)
     sidecar.save(model_folder / "oscar" / "rotations.safetensors")
-    assert "(3 bits an element)" in memory().text
+    assert figures() == (192, 1024)
+    one = replace(sidecar, layers={1: sidecar.layers[1]}, absent=(0,))
+    one.save(model_folder / "oscar" / "rotations.safetensors")
+    assert figures() == (96 + 512, 1024), "a layer is kept in 16 bits"
     monkeypatch.setenv("VLLM_OSCAR_CONFIG", '{"windw": 3}')
     assert memory().status == "fail"
 
@@ -637,28 +788,96 @@ def test_doctor_sees_a_folder_that_hides_the_package(monkeypatch: pytest.MonkeyP
 # ---- needles and answers
 
 
+def asked_in(needle: Needle) -> list[tuple[str, str]]:
+    """(label, string) of every key of a needle of characters."""
+    spoken = "".join(map(chr, needle.ids + needle.answer))[needle.length :]
+    return re.findall(r"(The [a-z][\w ]+?) ((?:\d|[a-z]+_|\w{8}-)[\w-]+)\.", spoken)
+
+
 def test_needles_lie_where_they_say_among_labels_that_differ_in_one_word(letters: Any) -> None:
-    asked = needles(letters, [1024, 2048], trials=2)
-    assert [(needle.length, needle.depth) for needle in asked] == [
+    asked = needles(Haystacks(letters, 2048), [1024, 2048], trials=2)
+    assert [(needle.length, needle.keys[0].depth) for needle in asked] == [
         (length, depth) for length in (1024, 2048) for depth in DEPTHS for _ in range(2)
     ]
     for needle in asked:
         text = "".join(map(chr, needle.ids))
         found = re.findall(r"The code for (\w+) is (\d+)\.", text)
         assert len(found) == 2 * len(set(found)) == 8  # four labels, each twice
-        town = next(town for town, code in found if code == needle.answer)
+        answer = "".join(map(chr, needle.answer))
+        town = next(town for town, code in found if f" {code}." == answer)
         assert text[needle.length :] == f"\n\nThe code for {town} is"
         assert len({town for town, _ in found}) == len({code for _, code in found}) == 4
         # all are behind the sink; those before the needle push it back by their length
-        assert text.index(needle.answer) / needle.length == pytest.approx(needle.depth, abs=0.2)
+        (key,) = needle.keys
+        assert text.index(answer) / needle.length == pytest.approx(key.depth, abs=0.2)
         assert text.index("The code for") >= 64
-    assert needles(letters, [1024], 1) == needles(letters, [1024], 1)
+        assert answer[key.start : key.stop] == answer.strip()  # the space is not scored
+    assert needles(Haystacks(letters, 1024), [1024], 1) == needles(Haystacks(letters, 1024), [1024], 1)
 
 
-@pytest.mark.parametrize("length", [1000, 512, 1 << 24])
-def test_haystacks_that_cannot_be_made_are_refused(length: int, letters: Any) -> None:
-    with pytest.raises(ConfigError, match=f"--needle {length}"):
-        needles(letters, [length], 1)
+def test_several_keys_are_asked_for_in_one_answer(letters: Any) -> None:
+    """Four of eight, each said as the haystack has it; what is scored is the numbers alone."""
+    for needle in several_keys(Haystacks(letters, 2048), [2048], trials=3):
+        text, answer = ("".join(map(chr, ids)) for ids in (needle.ids, needle.answer))
+        assert len(set(re.findall(r"The code for (\w+) is \d+\.", text))) == 8
+        spoken = asked_in(needle)
+        assert len({label for label, _ in spoken}) == 4
+        assert [answer[key.start : key.stop] for key in needle.keys] == [f"{code}." for _, code in spoken]
+        assert sorted(key.depth for key in needle.keys) == list(DEPTHS)
+        for (label, code), key in zip(spoken, needle.keys, strict=True):
+            assert text.count(f"{label} {code}.") == 2
+            assert text.index(code) / needle.length == pytest.approx(key.depth, abs=0.2)
+
+
+def test_strings_to_be_copied_stand_at_their_distances(letters: Any) -> None:
+    length = 16384
+    for needle in copies(Haystacks(letters, length), [length], trials=2):
+        text, answer = ("".join(map(chr, ids)) for ids in (needle.ids, needle.answer))
+        spoken = asked_in(needle)
+        assert sorted((key.kind, key.back) for key in needle.keys) == [
+            (kind, back) for kind in ("digits", "name", "uuid") for back in (700, 2000, 8000, 16000)
+        ]
+        assert len({label for label, _ in spoken}) == 12
+        for (label, string), key in zip(spoken, needle.keys, strict=True):
+            assert answer[key.start : key.stop] == f"{string}."
+            assert text.count(f"{label} {string}.") == 2
+            away = length - text.index(string)
+            assert key.back * 0.85 <= away <= key.back + 2000  # in letters the other sentences are long
+        assert {kind: re.fullmatch(pattern, string) is not None for kind, pattern, string in (
+            (key.kind, _PATTERNS[key.kind], string) for (_, string), key in zip(spoken, needle.keys, strict=True)
+        )} == dict.fromkeys(_PATTERNS, True)  # fmt: skip
+
+
+_PATTERNS = {"uuid": r"\w{8}-\w{4}-4\w{3}-\w{4}-\w{12}", "digits": r"\d{16}", "name": r"[a-z]+(_[a-z]+){3}"}
+
+
+@pytest.mark.parametrize("length", [1000, 512])
+def test_contexts_that_needles_are_not_made_for_are_refused(length: int, letters: Any) -> None:
+    for ask in (needles, several_keys, copies):
+        with pytest.raises(ConfigError, match=f"{length} tokens: .* multiples of 256, 1024 or more"):
+            ask(Haystacks(letters, length), [length], 1)
+
+
+def test_a_haystack_may_be_any_text_and_has_to_be_long_enough(letters: Any, tmp_path: Path) -> None:
+    """The built-in text is prose, and code behind it where prose is too short."""
+    path = tmp_path / "hay.txt"
+    path.write_text("straw " * 1000)
+    (needle, *_) = needles(Haystacks(letters, 1024, path), [1024], 1)
+    assert "straw straw" in "".join(map(chr, needle.ids))
+    with pytest.raises(ConfigError, match=r"6000 tokens, not 8192; give --haystack"):
+        Haystacks(letters, 8192, path)
+    prose = builtin_text("held_out")
+    (needle, *_) = needles(Haystacks(letters, 1 << 18), [1 << 18], 1)
+    assert len(prose) < 1 << 18 == len(needle.ids) - len("\n\nThe code for Lisbon is")
+    with pytest.raises(ConfigError, match="--haystack"):
+        Haystacks(letters, 1 << 24)
+
+
+def test_a_haystack_ends_before_the_models_context(letters: Any) -> None:
+    for ask, room in ((needles, 2048 - 256), (several_keys, 2048 - 256), (copies, 2048 - 1024)):
+        (needle, *_) = ask(Haystacks(letters, 2048, limit=2048), [2048], 1)
+        assert len(needle.ids) + len(needle.answer) <= 2048
+        assert "".join(map(chr, needle.ids)).rindex("\n\nThe ") == room
 
 
 @pytest.mark.parametrize(
@@ -669,26 +888,84 @@ def test_the_first_number_is_the_answer(text: str, right: bool) -> None:
     assert says(text, "12345") == right
 
 
+def test_a_string_is_right_where_it_is_said() -> None:
+    assert says(" the function merge_remote_cache_flush.", "merge_remote_cache_flush")
+    assert not says(" merge_remote_cache.", "merge_remote_cache_flush")
+
+
+def test_cells_have_means_and_standard_errors() -> None:
+    key = [Key("needle", depth, 100, "The code for Lisbon is", "4821", 0, 4) for depth in (0.1, 0.5)]
+    needle = Needle(1024, [], 0, [], key)
+    scores = [(needle, key[0], -1.0, True), (needle, key[1], -5.0, False), (needle, key[0], -3.0, False)]
+    first, second = summarised("int4", 4.5, True, scores)
+    assert first == Found("int4", 4.5, True, "needle", 1024, 0.1, 100, right=1, asked=2, log_p=-2, log_p_error=1)
+    assert (second.depth, second.right, second.log_p, second.log_p_error) == (0.5, 0, -5.0, None)
+    (unknown,) = summarised("server", None, False, [(needle, key[0], None, True)])
+    assert (unknown.right, unknown.bits, unknown.log_p) == (1, None, None)
+
+
 def test_needle_table_has_a_line_for_each_method_and_length() -> None:
     found = [
-        Found(name, bits, False, length, depth, right, 4)
-        for name, bits, right in (("bf16", 16.0, 4), ("oscar", 2.5, 3))
+        Found(name, bits, False, "needle", length, depth, 100, right, 4, log_p, 0.3)
+        for name, bits, right, log_p in (("bf16", 16.0, 4, -0.5), ("oscar", 2.5, 3, -1.25))
         for length in (1024, 2048)
         for depth in (0.1, 0.5)
     ]
+    found.append(Found("server", None, False, "uuid", 2048, 0.9, 2000, 1, 2, None, None))
     rows = [line.split() for line in needle_table(found).splitlines()]
-    assert rows[0] == ["needles", "bits", "length", "at", "10%", "at", "50%", "all"]
-    assert rows[2] == ["bf16", "16.00", "1024", "4/4", "4/4", "100%"]
-    assert ["oscar", "2.50", "2048", "3/4", "3/4", "75%"] in rows
+    assert rows[0] == ["needle", "bits", "length", "at", "10%", "at", "50%", "all", "+-", "log", "p", "+-"]
+    assert rows[2] == ["bf16", "16.00", "1024", "4/4", "-0.50", "4/4", "-0.50", "100%", "0%", "-0.500", "0.212"]
+    # of 8, three quarters right: a standard error of sqrt(3/4 1/4 / 8); two cells' errors of 0.3: 0.3 / sqrt(2)
+    assert ["oscar", "2.50", "2048", "3/4", "-1.25", "3/4", "-1.25", "75%", "15%", "-1.250", "0.212"] in rows
+    assert rows[-1] == ["server", "-", "2048", "1/2", "50%", "35%"]
+    assert rows[-3][3:5] == ["2,000", "back"]
+
+
+def answered(*ids: int, ended: bool = True) -> Answer:
+    return Answer(list(ids), torch.empty(len(ids), 0), ended)
+
+
+def test_heat_map_draws_every_kind_and_method(tmp_path: Path) -> None:
+    path = tmp_path / "needles.png"
+    found = [
+        Found(name, 2.5, False, kind, length, depth, round(length * (1 - depth)), 3, 4, log_p, 0.1)
+        for name, log_p in (("bf16", -0.1), ("server", None))
+        for kind in ("needle", "uuid")
+        for length in (1024, 2048)
+        for depth in DEPTHS
+    ]
+    heat_map(found, path)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_answers_are_compared_to_the_first_difference() -> None:
-    reference = [[1, 2, 3], [1, 2, 3], [1, 2]]
-    scored = compared(parse("int4", calibrated()), reference, [[1, 2, 3], [1, 2, 4], [1, 2, 9]], tokens=3)
-    assert scored == Answers("int4", 4.5, True, 1 / 3, 7 / 3, prompts=3, tokens=3)
-    longer = compared(parse("int4", calibrated()), [[1, 2]], [[1, 2, 3]], tokens=3)
-    assert (longer.equal, longer.agreed) == (0, 2)
-    assert answer_table([scored]).splitlines()[2].split() == ["int4*", "4.50", "33%", "2.3"]
+    int4, reference = ("int4", 4.5, True), [[1, 2, 3], [1, 2, 3], [1, 2]]
+    others = [answered(1, 2, 3), answered(1, 2, 4), answered(1, 2, 9, ended=False)]
+    scored = compared(*int4, reference, others, [torch.zeros(3)] * 3, tokens=4)
+    assert (scored.method, scored.bits, scored.emulated) == ("int4", 4.5, True)
+    assert (scored.equal, scored.agreed, scored.prompts, scored.endless) == (1 / 3, 7 / 3, 3, 1)
+    longer = compared(*int4, [[1, 2]], [answered(1, 2, 3)], [], tokens=4)
+    assert (longer.equal, longer.agreed, longer.kl) == (0, 2, [None] * 4)
+    row = answer_table([scored]).splitlines()[2].split()
+    assert row == ["int4*", "4.50", "33%", "2.3", "1/3", "0.0%", *["0.0000", "+-0.0000"] * 3, "-"]
+
+
+def test_answers_kl_is_a_mean_over_tokens_in_each_quarter() -> None:
+    """Answers of 8 and of 3 tokens: of the first quarter both have two, of the second 2 and 1, later ones one has."""
+    kl = [torch.tensor([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 4.0, 4.0]), torch.tensor([3.0, 3.0, 8.0])]
+    others = [answered(*range(8), ended=False), answered(*range(3))]
+    scored = compared("int4", 4.5, True, [[], []], others, kl, tokens=8)
+    assert scored.kl == [2, 4, 3, 4]
+    # residuals of the sums: 2 - 2 x 2, 6 - 2 x 2; and 4 - 4 x 2, 8 - 4 x 1
+    assert scored.kl_error[:2] == pytest.approx([8**0.5 * 2**0.5 / 4, 32**0.5 * 2**0.5 / 3])
+    assert scored.kl_error[2:] == [None, None]
+
+
+def test_repetition_is_of_sequences_that_came_before() -> None:
+    assert repeated(range(20)) == 0
+    assert repeated([1, 2, 3]) == 0
+    assert repeated([5] * 27) == pytest.approx(19 / 20)
+    assert repeated([*range(10), *range(10)]) == pytest.approx(3 / 13)
 
 
 def test_prompts_are_chats_of_the_stated_lengths(letters: Any) -> None:

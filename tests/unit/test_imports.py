@@ -12,7 +12,7 @@ SERVING = {"plugin", "cli"}  # modules that may import integration, as may evalu
 
 # package or kind -> what of vllm_oscar it may import, and which third parties
 BASE_PARTIES = {"torch", "numpy", "safetensors", "huggingface_hub", "packaging"}
-OPTIONAL = {"vllm_oscar.compiled_quantizer": {"numba"}}  # imported where it is there
+OPTIONAL = {"vllm_oscar.compiled_quantizer": {"numba", "llvmlite"}}  # imported where it is there
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "base": ({"base"}, BASE_PARTIES),
     "kernels": ({"base", "kernels"}, BASE_PARTIES | {"triton"}),

@@ -5,9 +5,10 @@ import os
 import subprocess
 import sys
 import typing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -47,12 +48,19 @@ def test_importing_the_plugin_imports_neither_vllm_nor_torch() -> None:
 def test_registering_twice_changes_nothing() -> None:
     plugin.register()
     from vllm.config import cache
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.layers.attention import Attention
     from vllm.platforms import current_platform
 
     def state() -> tuple[Any, ...]:
-        choose = type(current_platform).get_attn_backend_cls.__func__
-        return typing.get_args(cache.CacheDType), choose, Attention.get_kv_cache_spec
+        platform = type(current_platform)
+        replaced = (
+            platform.get_attn_backend_cls.__func__,
+            platform.update_block_size_for_backend.__func__,
+            Attention.get_kv_cache_spec,
+            EngineArgs.create_engine_config,
+        )
+        return typing.get_args(cache.CacheDType), replaced
 
     before = state()
     plugin.register()
@@ -61,6 +69,21 @@ def test_registering_twice_changes_nothing() -> None:
     assert cache.CacheConfig(cache_dtype="oscar").cache_dtype == "oscar"
     with pytest.raises(ValueError, match="cache_dtype"):
         cache.CacheConfig(cache_dtype="oscat")
+
+
+def test_our_variables_are_no_unknown_ones() -> None:
+    """`--fail-on-environ-validation` ends a start that finds some."""
+    code = """
+import os
+from vllm_oscar.plugin import register
+register()
+from vllm.platforms import current_platform
+current_platform.validate_environ(True)
+os.environ["VLLM_OSCAR_CONFIGS"] = "{}"
+current_platform.validate_environ(True)
+"""
+    done = python(code, VLLM_OSCAR_CONFIG="{}", VLLM_OSCAR_AUDIT="1")
+    assert done.stderr.endswith("Unknown vLLM environment variable detected: VLLM_OSCAR_CONFIGS\n"), done.stderr
 
 
 def test_without_vllm_there_is_one_warning() -> None:
@@ -96,6 +119,7 @@ def test_with_an_unsupported_vllm_its_command_line_works_and_says_so_once(other_
 def test_with_an_unsupported_vllm_the_dtype_is_unknown_and_nothing_is_changed(other_version: str) -> None:
     code = """
 import typing
+from dataclasses import replace
 from vllm.plugins import load_general_plugins
 from vllm.platforms import current_platform
 before = type(current_platform).get_attn_backend_cls
@@ -133,10 +157,11 @@ def test_a_seam_that_is_not_as_expected_is_found_before_anything_changes() -> No
     """The last of the seams is broken; the first ones must not have been crossed."""
     code = """
 import typing
+from dataclasses import replace
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
-from vllm.model_executor.layers.attention import Attention
 from vllm.config.cache import CacheDType
-Attention.get_kv_cache_spec = None
+EngineArgs.create_engine_config = None
 before = type(current_platform).get_attn_backend_cls
 from vllm_oscar.plugin import register
 register()
@@ -146,24 +171,61 @@ print("unchanged")
 """
     done = python(code, VLLM_PLUGINS="")
     assert done.stdout.endswith("unchanged\n"), done.stderr
-    assert "Attention.get_kv_cache_spec is not as expected" in done.stdout + done.stderr
+    assert "EngineArgs.create_engine_config is not as expected" in done.stdout + done.stderr
+
+
+def specs(**changes: Any) -> list[Any]:
+    """vLLM's description of a layer, of both kinds; it gives layers with a sliding window blocks of their own."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    usual = {"block_size": 32, "num_kv_heads": 3, "head_size": 64, "dtype": torch.uint8} | changes
+    return [FullAttentionSpec(**usual), SlidingWindowSpec(**usual | {"block_size": 16}, sliding_window=128)]
 
 
 @pytest.mark.parametrize(("head_size", "ratio"), [(64, 6.4), (128, 64 / 9), (256, 512 / 68)])
 def test_pages_have_the_size_of_the_layout(head_size: int, ratio: float) -> None:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
-
-    from vllm_oscar.integration.seams import page_spec
+    from vllm_oscar.integration.backend import OscarBackend
 
     layout = PageLayout(head_size, 32)
-    # vLLM gives layers with a sliding window blocks of their own
-    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 3, "head_size": head_size, "dtype": torch.bfloat16}
-    for spec in (FullAttentionSpec(**sizes), SlidingWindowSpec(**sizes, sliding_window=128)):
-        ours = page_spec(spec, layout.block_size, layout.token_bytes)
+    backend = OscarBackend.of(layout)
+    for spec in specs(head_size=head_size):
+        ours = backend.customize_spec(spec)
         assert ours.page_size_bytes == layout.page_bytes(3)
-        assert 2 * spec.page_size_bytes / ours.page_size_bytes == pytest.approx(ratio)
+        assert 3 * 32 * 4 * head_size / ours.page_size_bytes == pytest.approx(ratio)
         assert type(ours) is type(spec)
         assert ours.block_size == 32
+        # what vLLM plans blocks with: a token of this layer, and one of a layer in 16 bits
+        token = replace(spec, block_size=1)
+        assert backend.customize_spec(token).page_size_bytes == layout.page_bytes(3) // 32
+        assert backend.customize_spec(replace(token, dtype=torch.bfloat16)).page_size_bytes == 3 * 4 * head_size
+
+
+def test_layers_with_other_pages_have_another_backend() -> None:
+    """vLLM builds one metadata builder for layers whose backends have one name."""
+    from vllm_oscar.integration.backend import OscarBackend
+
+    layouts = [PageLayout(64, 32), PageLayout(64, 64), PageLayout(64, 32, 32), PageLayout(128, 32)]
+    assert len({OscarBackend.of(layout).full_cls_name() for layout in layouts}) == len(layouts)
+    assert OscarBackend.of(PageLayout(64, 32)) is OscarBackend.of(PageLayout(64, 32))
+
+
+def test_a_block_size_that_vllm_changed_later_is_refused() -> None:
+    from vllm_oscar.integration.backend import OscarBackend
+
+    backend = OscarBackend.of(PageLayout(64, 64))
+    with pytest.raises(UnsupportedError, match="from 64 to 32 after the layers were built: serve with --block-size 32"):
+        backend.customize_spec(specs()[0])
+
+
+def test_no_kernel_of_vllms_takes_pages_for_a_format_of_its_own() -> None:
+    """From 0.33 a handler says how a dtype is quantized. "By the backend" (CUSTOM) is the number of a format of vLLM's
+    own there, OCTAVE_K3V4, so that it is not what we say."""
+    from vllm.v1.kv_cache_interface import KVQuantMode, get_kv_quant_mode
+
+    from vllm_oscar.integration.seams import _DtypeHandler
+
+    assert _DtypeHandler().quant_mode() is KVQuantMode.NONE
+    assert get_kv_quant_mode("oscar") is KVQuantMode.NONE
 
 
 def selector(**changes: Any) -> Any:
@@ -195,6 +257,22 @@ def test_layers_without_an_int2_form_are_refused(changes: dict[str, Any], what: 
         refuse_unsupported(None, selector(**changes))
     assert what in str(caught.value)
     assert instead in str(caught.value)
+
+
+def test_what_a_later_vllm_says_of_a_layer_is_refused_where_it_is_true() -> None:
+    from vllm_oscar.integration.backend import refuse_unsupported
+
+    class Later(NamedTuple):
+        """AttentionSelectorConfig with a field that nobody knows yet."""
+
+        use_mla: bool = False
+        attn_type: str = "decoder"
+        head_size: int = 64
+        use_something: bool = False
+
+    refuse_unsupported(None, Later())
+    with pytest.raises(UnsupportedError, match="attention that vLLM describes with use_something"):
+        refuse_unsupported(None, Later(use_something=True))
 
 
 def test_another_attention_backend_is_refused() -> None:
@@ -273,10 +351,30 @@ def test_the_layers_are_built_for_blocks_that_vllm_does_not_change(
         cache = CacheConfig(block_size=asked)
         if asked is None:
             cache.block_size = default
-        runtime.choose_block_size(cache)
+        runtime.choose_block_size(cache, PageLayout(128, 16))
         assert cache.user_specified_block_size
         assert cache.block_size == (asked or preferred)
     assert backend.OscarBackend.get_preferred_block_size(16) == preferred
+
+
+@pytest.mark.parametrize(("gpu", "head_size", "wanted"), [(True, 128, 128), (True, 256, 128), (False, 128, 256)])
+def test_blocks_are_as_large_as_vllm_makes_them_beside_layers_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch, gpu: bool, head_size: int, wanted: int
+) -> None:
+    """A page of ours holds the smallest block of such a layer: 16 tokens on GPUs, 32 on CPUs."""
+    from vllm.config import CacheConfig
+
+    from vllm_oscar.integration import backend, runtime
+
+    platform = SimpleNamespace(is_cuda=lambda: gpu, is_cpu=lambda: not gpu)
+    monkeypatch.setattr(backend, "current_platform", platform)
+    monkeypatch.setattr(runtime, "current_platform", platform)
+    monkeypatch.setattr(runtime, "asks_for_pages", lambda: True)
+    cache = CacheConfig(kv_cache_dtype_skip_layers=["sliding_window"])
+    runtime.choose_block_size(cache, PageLayout(head_size, 16))
+    assert cache.block_size == wanted
+    smallest = (16 if gpu else 32) * 4 * head_size
+    assert PageLayout(head_size, wanted).page_bytes(1) >= smallest > PageLayout(head_size, wanted // 2).page_bytes(1)
 
 
 @pytest.mark.parametrize(

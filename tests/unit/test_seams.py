@@ -45,6 +45,16 @@ def test_as_expected(root: Path) -> None:
         ("v1/attention/backend.py", "class AttentionImpl(", "class Impl(", "imports vllm.v1.attention.backend.Attent"),
         ("v1/attention/backends/utils.py", "require_uniform", "uniform", "with ['require_uniform'], which it does not"),
         ("v1/attention/backend.py", "num_reqs: int", "num_reqs: int\n    num_new: int", "without ['num_new'], which"),
+        (
+            "v1/attention/backend.py",
+            "def customize_spec",
+            "def custom_spec",
+            "AttentionBackend.customize_spec does not",
+        ),
+        ("v1/attention/selector.py", "use_mla: bool = False", "use_mla: bool = True", "use_mla is True by default"),
+        ("v1/attention/selector.py", "use_mla: bool", "use_new: bool = True\n    use_mla: bool", "use_new is True"),
+        ("platforms/interface.py", "def update_block_size_for", "def update_size_for", "update_block_size_for_backend"),
+        ("v1/worker/gpu/model_runner.py", "def prepare_inputs(", "def make_inputs(", "prepare_inputs does not exist"),
     ],
     ids=lambda value: str(value)[:30],
 )

@@ -1,5 +1,6 @@
 """Other methods' ways to store keys and values, as what reading gives back. Torch only."""
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from vllm_oscar.errors import ConfigError
 from vllm_oscar.rotation import hadamard
 
 _PAIR = 32  # bits of a scale and an offset in fp16
+_SCALE = 16  # bits of a scale in fp16
 
 
 class Codec(Protocol):
@@ -90,3 +92,79 @@ class RotatedInt4:
 
     def values(self, rows: torch.Tensor) -> torch.Tensor:
         return self.keys(rows)
+
+
+@dataclass(frozen=True)
+class KVarN:
+    """KVarN (arXiv 2606.03458) as its vLLM fork's `kvarn_k4v2_g128` stores tiles of 128 tokens of a head.
+
+    Rows are mixed by a Hadamard matrix; then the tile is divided by scales of its tokens and of its channels, found in
+    turns so that the standard deviations of all become alike; then keys are rounded by channel and values by token,
+    from least to greatest. KVarN keeps the first 128 tokens and the last incomplete tile in fp16; here it gets the sink
+    and the window of all methods.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 2
+    tokens: int = 128
+
+    def bits(self, head_size: int) -> float:
+        codes = (self.key_bits + self.value_bits) / 2
+        # scale and offset of a channel's or a token's codes, and the scale of the other; for keys and for values
+        return codes + (_PAIR + _SCALE) * (1 / self.tokens + 1 / head_size) / 2
+
+    def keys(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._stored(rows, self.key_bits, by_channel=True)
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._stored(rows, self.value_bits, by_channel=False)
+
+    def _stored(self, rows: torch.Tensor, bits: int, by_channel: bool) -> torch.Tensor:
+        mixing = hadamard(rows.shape[-1]).to(rows)
+        # (tiles, heads, tokens, channels), or the last two the other way round: what is rounded together is a row
+        tiles = (rows @ mixing).unflatten(0, (-1, self.tokens)).transpose(1, 2)
+        tiles = tiles.mT if by_channel else tiles
+        row, column = balanced(tiles)
+        even = tiles / row / column
+        low = even.amin(-1, keepdim=True)
+        step = ((even.amax(-1, keepdim=True) - low) / (2**bits - 1)).clamp(min=1e-10)
+        codes = ((even - low) / step).round().clamp(0, 2**bits - 1)
+        scale, offset, column = (t.half().float() for t in (row * step, row * low, column))
+        stored = (codes * scale + offset) * column
+        return (stored.mT if by_channel else stored).transpose(1, 2).flatten(0, 1) @ mixing.mT
+
+
+_TURNS = 16  # of KVarN's normalisation
+
+
+def balanced(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of rows and columns that make the standard deviations of all rows alike, and of all columns.
+
+    Of all turns of dividing columns, then rows, by their standard deviations, those scales are taken that leave the
+    least sum of the ratios of the greatest to the least deviation. The bounds are KVarN's.
+
+    Args:
+        tiles: float32 (..., rows, columns)
+
+    Returns:
+        (..., rows, 1) and (..., 1, columns)
+    """
+
+    def deviations(turn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return turn.std(-1, keepdim=True), turn.std(-2, keepdim=True)
+
+    def imbalance(turn: torch.Tensor) -> torch.Tensor:
+        both = ((d.amax((-2, -1), keepdim=True), d.amin((-2, -1), keepdim=True)) for d in deviations(turn))
+        row, column = (most / least.clamp(min=1e-8) for most, least in both)
+        return row + column
+
+    row, column = (torch.ones_like(d) for d in deviations(tiles))
+    best, least = (row, column), imbalance(tiles)
+    low, high = math.exp(-0.3), math.exp(10)
+    for _ in range(_TURNS):
+        column = (column * deviations(tiles / row / column)[1].clamp(1e-3, 1e3)).clamp(low, high)
+        row = (row * deviations(tiles / row / column)[0].clamp(1e-3, 1e3)).clamp(low, high)
+        now = imbalance(tiles / row / column)
+        best = (torch.where(now <= least, row, best[0]), torch.where(now <= least, column, best[1]))
+        least = torch.minimum(now, least)
+    return best

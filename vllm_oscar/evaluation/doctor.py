@@ -1,4 +1,8 @@
-"""oscar doctor [MODEL]: what is installed, what keeps OSCAR from running, and what it would do for a model."""
+"""oscar doctor [MODEL]: what is installed, what keeps OSCAR from running, and what it would do for a model.
+
+No engine is started and no weights are read. Exit status: 0 where nothing keeps OSCAR from running, warnings or not; 1
+where something does; 2 for options that do not exist.
+"""
 
 import argparse
 import importlib.metadata
@@ -6,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,8 @@ import torch
 
 from vllm_oscar import __version__
 from vllm_oscar.config import OscarConfig
-from vllm_oscar.errors import OscarError
-from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.errors import OscarError, SidecarNotFoundError
+from vllm_oscar.evaluation.sizing import GB, GPUS, Capacity, Model, capacity, weight_bytes
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
 
 HELP = "check the installation, and what would happen for a model"
@@ -32,11 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something looked at: "ok", "warn" or "fail", and a sentence that says what to do where it is not ok."""
+    """Something looked at: "ok", "warn" or "fail", and a sentence that says what to do where it is not ok.
+
+    Attributes:
+        figures: those of the text, for scripts
+    """
 
     what: str
     status: str
     text: str
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 def environment() -> Iterator[Finding]:
@@ -80,11 +89,13 @@ def model(name: str, sidecar_given: str | None = None) -> Iterator[Finding]:
 
     try:
         config = AutoConfig.from_pretrained(name)
-        _refuse(name)
+        runner = _runner(name)
         fingerprint = ModelFingerprint.of(config)
     except (OSError, ValueError, OscarError) as error:
         yield Finding("model", "fail", f"{name}: {error}")
         return
+    if runner:
+        yield Finding("runner", "ok", f"vLLM's model runner {runner}")
     yield Finding(
         "model",
         "ok",
@@ -98,20 +109,66 @@ def model(name: str, sidecar_given: str | None = None) -> Iterator[Finding]:
     try:
         sidecar, text = _sidecar(name, fingerprint, sidecar_given)
         yield Finding("sidecar", "ok", text)
+    except SidecarNotFoundError as error:  # nothing is wrong: it can be made
+        yield Finding("sidecar", "fail" if sidecar_given else "warn", str(error))
     except (OscarError, ImportError) as error:
         yield Finding("sidecar", "fail", str(error))
-    yield _checked("memory", lambda: _memory(fingerprint, sidecar))
+    yield from sizes(name, config, sidecar)
 
 
-def capacity(fingerprint: ModelFingerprint, layout: PageLayout, pool_share: float) -> str:
-    """Bytes of a token, and tokens in the same memory, with the largest pool of BF16 copies taken off."""
-    heads = fingerprint.num_layers * fingerprint.num_kv_heads
-    int2, bf16 = heads * layout.token_bytes, heads * fingerprint.head_size * 2 * 2
-    return (
-        f"{int2:,} bytes a token over {fingerprint.num_layers} layers ({layout.bits_per_element:g} bits an element), "
-        f"BF16 {bf16:,}: {(1 - pool_share) * bf16 / int2:.2f} times the tokens in the same memory, of which the BF16 "
-        f"copies take at most {100 * pool_share:g}%"
+def sizes(name: str, config: Any, sidecar: Sidecar | None) -> Iterator[Finding]:
+    """Bytes of a token, and what GPUs would hold, with the sidecar's groups and its layers in 16 bits; where there is
+    no sidecar, as `oscar calibrate` makes them."""
+    try:
+        options = OscarConfig.parse(None)
+        weights, unknown = _weights(name, config)
+        model = Model.of(config, weights, sidecar)
+    except OscarError as error:
+        yield Finding("memory", "fail", str(error))
+        return
+    kept = model.bf16.token / model.int2.token
+    fixed = f", and {model.int2.request:,} a request (windows that slide, states)" if model.int2.request else ""
+    yield Finding(
+        "memory",
+        "ok",
+        f"{model.int2.token:,} bytes a token over all layers{fixed}; FP8 {model.fp8.token:,}, 16 bits "
+        f"{model.bf16.token:,}: {(1 - options.pool_share) * kept:.2f} times the tokens of 16 bits in the same memory, "
+        f"of which the BF16 copies take at most {100 * options.pool_share:g}%",
+        {format: getattr(model, format).token for format in ("int2", "fp8", "bf16")},
     )
+    if unknown:
+        yield Finding("weights", "warn", f"{unknown}: what GPUs would hold is not known")
+        return
+    yield Finding("weights", "ok", f"{weights / GB:.2f} GB", {"bytes": weights})
+    for gpu in GPUS:
+        yield _held(f"{gpu} GB GPU", capacity(model, gpu, options))
+    if torch.cuda.is_available():
+        here = capacity(model, torch.cuda.get_device_properties(0).total_memory // GB, options)
+        found = _held("this GPU", here)
+        there = torch.cuda.device_count()
+        yield found if here.gpus <= there else replace(found, status="fail", text=f"{found.text}; there are {there}")
+
+
+def _held(what: str, capacity: Capacity) -> Finding:
+    several = f"{capacity.gpus} of them (--tensor-parallel-size): " if capacity.gpus > 1 else ""
+    return Finding(
+        what,
+        "ok",
+        f"{several}{capacity.memory / GB:.1f} GB beside the weights hold {capacity.int2:,} tokens (FP8 "
+        f"{capacity.fp8:,}, 16 bits {capacity.bf16:,}) and the full windows of {capacity.requests} requests",
+        asdict(capacity),
+    )
+
+
+def _weights(name: str, config: Any) -> tuple[int, str]:
+    """Bytes as they are served, or why they are not known."""
+    try:
+        weights = weight_bytes(name)
+    except (OSError, ValueError, KeyError) as error:  # offline, or a file that is damaged
+        return 0, f"{name}: {error}"
+    if weights is None:
+        return 0, f"{name} has no safetensors files"
+    return weights // (2 if getattr(config.get_text_config(), "dtype", None) == torch.float32 else 1), ""
 
 
 def _seams() -> Finding:
@@ -122,30 +179,28 @@ def _seams() -> Finding:
         seams.install()
     except (OscarError, ImportError) as error:
         return Finding("vLLM", "fail", str(error))
-    verified = seams.VERIFIED_ON_GPUS
-    if torch.cuda.is_available() and version.release[:2] != verified.release[:2]:
+    if torch.cuda.is_available() and version.release[:2] not in [one.release[:2] for one in seams.VERIFIED_ON_GPUS]:
+        verified = " and ".join(map(str, seams.VERIFIED_ON_GPUS))
         return Finding(
             "vLLM",
             "warn",
-            f"{version}, every seam is as expected; on GPUs only {verified} was run: install 'vllm=={verified}.*', or "
-            "check with gates/engine.py",
+            f"{version}, every seam is as expected; on GPUs only {verified} were run: install one of them, or check "
+            "with gates/engine.py",
         )
     return Finding("vLLM", "ok", f"{version}, every seam is as expected")
 
 
-def _refuse(name: str) -> None:
-    """What the start of an engine would refuse because of the model.
+def _runner(name: str) -> str | None:
+    """The model runner that vLLM would choose.
 
     Raises:
-        UnsupportedError, ValueError: ours, or vLLM's own.
+        UnsupportedError, ValueError: what the start of an engine would refuse because of the model.
     """
     try:
-        from vllm.config import ModelConfig
+        from vllm_oscar.integration import look
     except ImportError:  # which `environment` says
-        return
-    from vllm_oscar.integration.refusal import refuse_unsupported_model
-
-    refuse_unsupported_model(ModelConfig(name, skip_tokenizer_init=True))
+        return None
+    return look.model_runner(look.configured(name))
 
 
 def _sidecar(name: str, fingerprint: ModelFingerprint, given: str | None) -> tuple[Sidecar | None, str]:
@@ -160,12 +215,6 @@ def _sidecar(name: str, fingerprint: ModelFingerprint, given: str | None) -> tup
         f"; the others need --kv-cache-dtype-skip-layers {','.join(map(str, sidecar.absent))}" if sidecar.absent else ""
     )
     return sidecar, f"{path}: method {sidecar.method}, digest {sidecar.digest[:12]}, {packed}{skip}"
-
-
-def _memory(fingerprint: ModelFingerprint, sidecar: Sidecar | None) -> str:
-    """By the sidecar's groups; where there is none, those that `oscar calibrate` makes."""
-    layout = PageLayout(fingerprint.head_size, 16, sidecar.group_size if sidecar else 0)
-    return capacity(fingerprint, layout, OscarConfig.parse(None).pool_share)
 
 
 def _allowed(plugins: str | None) -> Finding:

@@ -74,11 +74,14 @@ def drifts(model: str, sidecar: Sidecar, texts: Mapping[str, torch.Tensor]) -> l
     for name, windows in texts.items():
         if not len(far.queries(windows.shape[1])):
             continue
-        with tempfile.TemporaryDirectory() as folder, Model.opened(model, device, None) as opened:
-            state = State(Path(folder) / "state", {})
+        context = sidecar.metadata.get("context") or 0
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            Model.opened(model, device, None, context) as opened,
+            State(Path(folder) / "state", {}) as state,
+        ):
             collect(opened, windows[:WINDOWS], far, state, lambda count: None)
             layers = {index: state.statistics(index) for index in sidecar.layers}
-        context = sidecar.metadata.get("context") or 0
         keys, values = (
             torch.cat(moved)
             for moved in (

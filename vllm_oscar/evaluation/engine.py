@@ -8,16 +8,18 @@ hidden states and are compared in this process, some positions at a time, instea
 
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_oscar.errors import OscarError
 from vllm_oscar.evaluation.codecs import Codec
+from vllm_oscar.evaluation.listening import EvaluationError, Listener
 from vllm_oscar.evaluation.metrics import Scores
 from vllm_oscar.evaluation.rewriting import rewrite
+from vllm_oscar.integration.batches import Batches
 from vllm_oscar.sidecar import ModelFingerprint
 
 if TYPE_CHECKING:
@@ -29,15 +31,11 @@ FIRST = 512  # first position that is scored: most of what it reads has left sin
 _POSITIONS = 256  # whose logits are compared at once
 
 
-class EvaluationError(OscarError, RuntimeError):
-    """The engine did not run the windows as asked, so that the numbers would mean something else."""
-
-
 class Recorder:
     """Collects the hidden states that the model returns, by window and position.
 
-    Rows of a step belong to whichever requests vLLM put into it. The model runner knows their order; the token ids
-    beside the rows prove it.
+    Rows of a step belong to whichever requests vLLM put into it. Either of its model runners knows their order; the
+    token ids beside the rows prove it.
 
     Attributes:
         hidden: (windows, context, hidden size), in the model's dtype, on the CPU
@@ -49,19 +47,17 @@ class Recorder:
 
     def __init__(self, runner: Any, windows: torch.Tensor) -> None:
         self.hidden = torch.empty(0)
-        self._runner = runner
+        self._batches = Batches.of(runner)
         self._windows = windows
         self._times_seen = torch.zeros(windows.shape, dtype=torch.int64)
         self._window_of: dict[str, int] = {}
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """A forward hook of the model."""
-        batch = self._runner.input_batch
-        bounds = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
         ids, positions = kwargs["input_ids"].cpu(), kwargs["positions"].cpu()
         if not self.hidden.numel():
             self.hidden = torch.zeros(*self._windows.shape, output.shape[-1], dtype=output.dtype)
-        for name, start, end in zip(batch.req_ids, bounds, bounds[1:], strict=False):
+        for name, _, start, end in self._batches.now():
             window = self._window(name)
             at = slice(int(positions[start]), int(positions[start]) + end - start)
             if not torch.equal(self._windows[window, at], ids[start:end].long()):
@@ -71,7 +67,7 @@ class Recorder:
 
     def _window(self, request: str) -> int:
         if request not in self._window_of:
-            prompt = torch.tensor(self._runner.requests[request].prompt_token_ids)
+            prompt = torch.tensor(self._batches.prompt(request))
             taken = set(self._window_of.values())
             self._window_of[request] = next(
                 index for index, window in enumerate(self._windows)
@@ -87,6 +83,21 @@ class Recorder:
             )
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a request answered.
+
+    Attributes:
+        ids: its tokens
+        hidden: (tokens, hidden size), the state that each of them was chosen from, in the model's dtype, on the CPU
+        ended: whether the model ended it, rather than the limit of tokens
+    """
+
+    ids: list[int]
+    hidden: torch.Tensor
+    ended: bool
+
+
 @contextmanager
 def started(model: str, **options: Any) -> Iterator["LLM"]:
     """vLLM in this process, ended and cleaned up afterwards, so that another one can follow.
@@ -96,7 +107,6 @@ def started(model: str, **options: Any) -> Iterator["LLM"]:
         options: vLLM's
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the model is in another process
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one, vLLM's default on GPUs, has no batch to look into
     from vllm import LLM
 
     llm = LLM(model, **options)
@@ -175,6 +185,96 @@ class Engine:
             handle.remove()
         recorder.check()
         return recorder.hidden
+
+    def answer(
+        self,
+        prompts: Sequence[Sequence[int]],
+        tokens: int,
+        forced: Sequence[Sequence[int]] | None = None,
+        temperature: float = 0.0,
+    ) -> list[Answer]:
+        """Answer prompts, freely or with the tokens given.
+
+        Args:
+            prompts: token ids
+            tokens: of an answer, at most
+            forced: the answers' token ids, of at most `tokens` each; None: the model's own choice
+            temperature: of the choice; 0: greedy
+
+        Raises:
+            EvaluationError: a token did not run, or ran twice.
+        """
+        first = [len(prompt) - 1 for prompt in prompts]
+        with self._listening(first, forced) as listener:
+            outputs = self._run(
+                prompts, lambda i: {"max_tokens": tokens if forced is None else len(forced[i]), "seed": i,
+                                    "temperature": temperature, "ignore_eos": forced is not None}
+            )  # fmt: skip
+        answers = []
+        for number, (output, states) in enumerate(zip(outputs, listener.hidden(), strict=True)):
+            ids = list(output.token_ids)
+            if forced is not None and ids != list(forced[number]):
+                raise EvaluationError(f"request {number} answered {ids}, not {list(forced[number])}")
+            answers.append(Answer(ids, states[: len(ids)], output.finish_reason == "stop"))
+        return answers
+
+    def reread(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Read answers as if they were part of the prompts.
+
+        Args:
+            prompts, answers: token ids
+
+        Returns:
+            Of each, (answer's tokens, hidden size): the states that its tokens would be chosen from, as in `Answer`.
+        """
+        whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
+        with self._listening([len(prompt) - 1 for prompt in prompts], None) as listener:
+            self._run(whole, lambda i: {"max_tokens": 1, "temperature": 0.0})
+        return [states[: len(answer)] for states, answer in zip(listener.hidden(), answers, strict=True)]
+
+    def _run(self, prompts: Sequence[Sequence[int]], params: Callable[[int], dict[str, Any]]) -> list[Any]:
+        """Serve requests named by their number, each with its `SamplingParams`; what vLLM put out for each."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, finished = self.llm.llm_engine, {}
+        for number, prompt in enumerate(prompts):
+            sampling = SamplingParams(**params(number), detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(number), {"prompt_token_ids": list(prompt)}, sampling)
+        while engine.has_unfinished_requests():
+            finished.update({int(output.request_id): output.outputs[0] for output in engine.step()})
+        return [finished[number] for number in range(len(prompts))]
+
+    @contextmanager
+    def _listening(self, first: Sequence[int], forced: Sequence[Sequence[int]] | None) -> Iterator[Listener]:
+        def listen(worker: Any) -> tuple[Listener, Any, torch.nn.Module]:
+            listener = Listener(worker.model_runner, first, forced)
+            model = worker.model_runner.get_model()
+            compute = model.compute_logits
+            model.compute_logits = lambda *args, **kwargs: listener.choose(compute(*args, **kwargs))
+            return listener, model.register_forward_hook(listener, with_kwargs=True), model
+
+        listener, handle, model = self.llm.collective_rpc(listen)[0]
+        try:
+            yield listener
+        finally:
+            handle.remove()
+            del model.compute_logits  # the class's own again
+
+    def log_probabilities(self, answer: Answer) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the model thought of an answer's tokens.
+
+        Returns:
+            log probabilities, float32 (tokens,); and whether each was the likeliest, bool (tokens,). On the CPU
+        """
+        parts = []
+        for start in range(0, len(answer.ids), _POSITIONS):
+            logits = self.logits(answer.hidden[start : start + _POSITIONS]).float().log_softmax(-1)
+            ids = torch.tensor(answer.ids[start : start + _POSITIONS], device=logits.device)
+            given = logits.gather(-1, ids[:, None])[:, 0]
+            parts.append((given.cpu(), (given == logits.amax(-1)).cpu()))
+        log_probabilities, likeliest = zip(*parts, strict=True)
+        return torch.cat(log_probabilities), torch.cat(likeliest)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (positions, hidden size) -> logits (positions, vocabulary)."""

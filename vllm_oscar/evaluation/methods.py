@@ -9,7 +9,7 @@ import torch
 
 from vllm_oscar.cache_layer import LS_KEY_GAIN
 from vllm_oscar.errors import ConfigError
-from vllm_oscar.evaluation.codecs import Codec, Kivi, RotatedInt4
+from vllm_oscar.evaluation.codecs import Codec, Kivi, KVarN, RotatedInt4
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
 
@@ -87,6 +87,7 @@ BUILT_IN: dict[str, tuple[str, Callable[[Sidecar], Sidecar]]] = {
 EMULATED: dict[str, tuple[str, Codec]] = {
     "kivi": ("KIVI, 2 bits in groups of 32 (emulated)", Kivi(32)),
     "kivi-64": ("KIVI with groups of 64, for equal bits at head size 64 (emulated)", Kivi(64)),
+    "kvarn": ("KVarN, keys of 4 bits and values of 2 in tiles of 128 tokens (emulated)", KVarN()),
     "int4": ("INT4 after a Hadamard matrix, as SAW-INT4 (emulated)", RotatedInt4()),
 }
 OTHER_DTYPES = {"fp8": ("vLLM's FP8 cache", 8.0)}

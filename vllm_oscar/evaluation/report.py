@@ -3,7 +3,10 @@
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from vllm_oscar.evaluation.measure import Result
+from vllm_oscar.evaluation.needle import BY_DEPTH, Found
 
 HEAD = "text      cache           bits  INT2 reads        KL       +-   KL p99      ppl    ppl %  top-1 %"
 
@@ -59,6 +62,94 @@ def plot(results: Sequence[Result], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def heat_map(results: Sequence[Found], path: Path) -> None:
+    """Share of right answers by length and place, a row of pictures for each kind and one picture for each method.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    kinds, methods = (list(dict.fromkeys(names)) for names in ((r.kind for r in results), (r.method for r in results)))
+    figure = Figure(figsize=(1 + 3 * len(methods), 0.8 + 2.4 * len(kinds)), layout="constrained")
+    panels = figure.subplots(len(kinds), len(methods), squeeze=False)
+    image = None
+    for row, kind in zip(panels, kinds, strict=True):
+        of_kind = [r for r in results if r.kind == kind]
+        lengths, places = sorted({r.length for r in of_kind}), _places(of_kind)
+        for axes, method in zip(row, methods, strict=True):
+            shares = np.full((len(places), len(lengths)), np.nan)
+            for r in of_kind:
+                if r.method == method:
+                    at = places.index(_place(r)), lengths.index(r.length)
+                    shares[at] = r.right / r.asked
+                    log_p = "" if r.log_p is None else f"\n{r.log_p:.2f}"
+                    axes.text(at[1], at[0], f"{r.right}/{r.asked}{log_p}", ha="center", va="center", fontsize=7)
+            image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+            axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], fontsize=7)
+            axes.set_yticks(range(len(places)), places, fontsize=7)
+            axes.set_title(f"{kind}, {method}", fontsize=9)
+        row[0].set_ylabel("in the haystack")
+    for axes in panels[-1]:
+        axes.set_xlabel("tokens")
+    figure.colorbar(image, ax=panels, label="right answers")
+    figure.savefig(path, dpi=150)
+
+
+def needle_table(results: Sequence[Found]) -> str:
+    """Fixed-width text: a block for each kind with a line for each length and method and a column for each place."""
+    blocks = []
+    for kind in dict.fromkeys(r.kind for r in results):
+        of_kind = [r for r in results if r.kind == kind]
+        places = _places(of_kind)
+        head = f"{kind:<14}{'bits':>6}{'length':>8}" + "".join(f"{place:>16}" for place in places)
+        head += f"{'all':>7}{'+-':>5}{'log p':>9}{'+-':>7}"
+        blocks += [head, "-" * len(head)]
+        for length, method in dict.fromkeys((r.length, r.method) for r in of_kind):
+            row = {_place(r): r for r in of_kind if (r.length, r.method) == (length, method)}
+            first = next(iter(row.values()))
+            line = f"{method + '*' * first.emulated:<14}{bits_of(first.bits):>6}{length:>8}"
+            blocks.append(line + "".join(f"{_cell(row.get(place)):>16}" for place in places) + _overall(row.values()))
+        blocks.append("")
+    return "\n".join(blocks[:-1])
+
+
+def _places(results: Sequence[Found]) -> list[str]:
+    """Of one kind, from the haystack's start to its end."""
+    return list(
+        dict.fromkeys(_place(r) for r in sorted(results, key=lambda r: r.depth if r.kind in BY_DEPTH else -r.back))
+    )
+
+
+def _place(found: Found) -> str:
+    return f"at {found.depth:.0%}" if found.kind in BY_DEPTH else f"{found.back:,} back"
+
+
+def _cell(found: Found | None) -> str:
+    if found is None:
+        return "-"
+    return f"{found.right}/{found.asked}" + ("" if found.log_p is None else f" {found.log_p:7.2f}")
+
+
+def _overall(cells: Iterable[Found]) -> str:
+    """Share of right answers and log probability over all places, with standard errors."""
+    cells = list(cells)
+    asked = sum(r.asked for r in cells)
+    share = sum(r.right for r in cells) / asked
+    text = f"{share:>7.0%}{(share * (1 - share) / asked) ** 0.5:>5.0%}"
+    known = [r for r in cells if r.log_p is not None]
+    if known:
+        mean = sum(r.asked * r.log_p for r in known) / asked  # type: ignore[operator]
+        error = sum((r.asked * (r.log_p_error or 0)) ** 2 for r in known) ** 0.5 / asked
+        text += f"{mean:>9.3f}" + (f"{error:>7.3f}" if error else f"{'-':>7}")
+    return text
+
+
+def bits_of(bits: float | None) -> str:
+    """For tables."""
+    return "-" if bits is None else f"{bits:.2f}"
 
 
 def _texts(results: Iterable[Result]) -> list[str]:

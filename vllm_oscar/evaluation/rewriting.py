@@ -12,6 +12,7 @@ import torch
 
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.evaluation.codecs import Codec
+from vllm_oscar.integration.batches import Batches
 
 
 class _Rows(NamedTuple):
@@ -44,7 +45,7 @@ class Rewriter:
 
     def __init__(self, write: Any, runner: Any, codec: Codec, sink: int, window: int) -> None:
         self._write = write
-        self._runner = runner
+        self._batches = Batches.of(runner)
         self._codec = codec
         self._sink = sink
         self._window = window
@@ -55,11 +56,8 @@ class Rewriter:
     ) -> None:
         """Called once a step, before the layer attends; the arguments are vLLM's."""
         self._write(layer, key, value, kv_cache, slot_mapping)
-        batch = self._runner.input_batch
-        bounds = self._runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
-        computed = batch.num_computed_tokens_cpu[: batch.num_reqs].tolist()
         leaving = []
-        for name, before, start, end in zip(batch.req_ids, computed, bounds, bounds[1:], strict=False):
+        for name, before, start, end in self._batches.now():
             rows = _Rows(before, slot_mapping[start:end].clone(), key[start:end].clone(), value[start:end].clone())
             waiting = self._waiting.get(name)
             if waiting is not None and before:  # else the request is new, or starts anew after a preemption

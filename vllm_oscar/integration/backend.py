@@ -1,14 +1,16 @@
 """vLLM's view of the backend: what it is called, what it can do, and where its layer and its builder are."""
 
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, AttentionType, MultipleOf
 
+from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.integration.refusal import refuse
-from vllm_oscar.integration.seams import DTYPE
-from vllm_oscar.page_layout import HEAD_SIZES
+from vllm_oscar.integration.seams import DTYPE, page_spec
+from vllm_oscar.page_layout import HEAD_SIZES, PageLayout
 
 if TYPE_CHECKING:
     from vllm_oscar.integration.layer import OscarImpl
@@ -20,7 +22,16 @@ _CPU_BLOCK = 128  # vLLM's own, which from 0.33 on it sets only after the layers
 
 
 class OscarBackend(AttentionBackend):
-    """INT2 pages with BF16 copies of the sink and the recent tokens."""
+    """INT2 pages with BF16 copies of the sink and the recent tokens.
+
+    vLLM names the class while it builds a layer, and asks the class how large the layer's pages are once it is loaded.
+    Between the two a layer takes `of` its layout, so that the class knows.
+
+    Attributes:
+        layout: of the pages of the layers that have this class
+    """
+
+    layout: ClassVar[PageLayout | None] = None
 
     # a token is written in the same operation that reads it, from the same metadata
     forward_includes_kv_cache_update: bool = True
@@ -53,6 +64,33 @@ class OscarBackend(AttentionBackend):
 
         return CudaMetadataBuilder
 
+    @classmethod
+    def of(cls, layout: PageLayout) -> type["OscarBackend"]:
+        """The backend of layers with such pages."""
+        return _backend_of(layout)
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """vLLM's hook, from 0.28: the spec of a layer with the pages that it has here. Specs in 16 bits, which vLLM
+        compares with ours, stay.
+
+        Raises:
+            UnsupportedError: vLLM changed the block size after the layers were built.
+        """
+        if spec.dtype != torch.uint8:
+            return spec
+        assert cls.layout is not None
+        now, built_for = spec.block_size, cls.layout.block_size
+        if now == 1:  # vLLM asks what a token takes
+            return page_spec(spec, now, cls.layout.token_bytes)
+        # its own choice for layers with a sliding window does not matter
+        if now != built_for and getattr(spec, "sliding_window", None) is None:
+            raise UnsupportedError(
+                f"vLLM changed the block size from {built_for} to {now} after the layers were built: "
+                f"serve with --block-size {now}"
+            )
+        return page_spec(spec, built_for, cls.layout.token_bytes)
+
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = DTYPE
@@ -80,6 +118,23 @@ class OscarBackend(AttentionBackend):
         return attn_type == AttentionType.DECODER
 
 
+@functools.cache
+def _backend_of(layout: PageLayout) -> type[OscarBackend]:
+    # vLLM groups layers by the names of their classes
+    name = f"OscarBackend_{layout.head_size}_{layout.token_bytes}x{layout.block_size}"
+    return type(name, (OscarBackend,), {"layout": layout})
+
+
+# fields of vLLM's AttentionSelectorConfig: what one says is looked at below or in the configuration, or changes nothing
+# fmt: off
+SELECTOR = frozenset({
+    "head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "has_sliding_window", "has_sink",
+    "use_mla", "use_sparse", "use_mm_prefix", "use_non_causal", "use_per_head_quant_scales", "use_batch_invariant",
+    "use_kv_connector", "use_pcp", "use_dcp", "use_rswa",
+})
+# fmt: on
+
+
 def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
     """Layers that have no INT2 form, refused while the model is built: what no configuration showed before.
 
@@ -97,3 +152,5 @@ def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
         selector.head_size not in HEAD_SIZES,
         f"head size {selector.head_size} (supported: {', '.join(map(str, HEAD_SIZES))})",
     )
+    unknown = [name for name, value in selector._asdict().items() if value and name not in SELECTOR]
+    refuse(unknown, f"attention that vLLM describes with {', '.join(unknown)}")

@@ -1,12 +1,16 @@
-"""The CPU platform: the torch reference, request by request. It is the specification in real vLLM, not a fast path."""
+"""The CPU platform: the reference, request by request, with its forms that numba and torch have compiled."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder
 
-from vllm_oscar.attention import attend, read_rows
+from vllm_oscar import attention
+from vllm_oscar.attention import StoredRows, attend, attend_fused
+from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.hot_pool import SlotTable, page_words
 from vllm_oscar.integration.layer import OscarImpl
 from vllm_oscar.integration.runtime import OscarRuntime
@@ -14,6 +18,16 @@ from vllm_oscar.page_layout import PageViews
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+@cache
+def _pages() -> tuple[Callable[..., torch.Tensor], Callable[..., StoredRows]]:
+    """How rows are written and read; cache_layer says it where numba is missing."""
+    try:
+        from vllm_oscar import compiled_pages
+    except ImportError:
+        return CacheLayer.write, attention.read_rows
+    return compiled_pages.write, compiled_pages.read_rows
 
 
 @dataclass
@@ -89,7 +103,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
 
 
 class CpuImpl(OscarImpl):
-    """One layer, in plain torch."""
+    """One layer."""
 
     def views(self, kv_cache: torch.Tensor) -> PageViews:
         """Typed views of vLLM's tensor."""
@@ -106,9 +120,10 @@ class CpuImpl(OscarImpl):
     ) -> None:
         """See OscarImpl.run."""
         views = self.views(kv_cache)
+        write, _ = _pages()
         if self.owns_cache:
-            self.runtime.counters.saturated_rows += self.cache_layer.write(
-                views, self.pool, key, value, step.position, step.slot_mapping, step.hot_slot_mapping
+            self.runtime.counters.saturated_rows += write(
+                self.cache_layer, views, self.pool, key, value, step.position, step.slot_mapping, step.hot_slot_mapping
             )
         for request, after in enumerate(step.seq_lens):
             start, end = step.query_start_loc[request : request + 2]
@@ -130,17 +145,12 @@ class CpuImpl(OscarImpl):
         decodes = query.shape[0] <= step.decode_threshold
         tokens = after if decodes else before
         blocks = step.block_table[request, : -(-tokens // self.layout.block_size)].long()
-        stored = read_rows(views, self.pool, step.table, blocks, tokens, before)
+        _, read_rows = _pages()
+        stored = read_rows(views, self.pool, step.table, blocks, tokens, before, self.sliding_window)
         self.runtime.counters.reads += stored.reads(before, self.runtime.config.sink, self.sliding_window)
-        return attend(
-            query,
-            stored,
-            self.cache_layer.key.transform,
-            self.cache_layer.value.transform,
-            self.scale,
-            first_position=before,
-            fresh=None if decodes else (key, value),
-            soft_cap=self.soft_cap,
-            sliding_window=self.sliding_window,
-            sink_logits=self.sink_logits,
-        ).to(query.dtype)
+        transforms = self.cache_layer.key.transform, self.cache_layer.value.transform
+        fresh = None if decodes else (key, value)
+        given = (query, stored, *transforms, self.scale, before, fresh)
+        if self.soft_cap or self.sink_logits is not None:
+            return attend(*given, self.soft_cap, self.sliding_window, self.sink_logits)
+        return attend_fused(*given, self.sliding_window)

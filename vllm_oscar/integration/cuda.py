@@ -19,6 +19,7 @@ from vllm_oscar.integration import seams, warm_up
 from vllm_oscar.integration.flash import attention_for
 from vllm_oscar.integration.layer import OscarImpl
 from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.integration.sleep import lost_in_sleep
 from vllm_oscar.kernels import encode_metric, slots
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.history import Call, RestoreTables, plan
@@ -242,7 +243,8 @@ class CudaImpl(OscarImpl):
         self.attention = attention_for(self.head_size)
         shape = (self.num_kv_heads, self.ratio, self.head_size)
         if shape not in self.runtime.workspaces:
-            self.runtime.workspaces[shape] = self._allocate(device, dtype)
+            with lost_in_sleep():
+                self.runtime.workspaces[shape] = self._allocate(device, dtype)
         self.workspaces: Workspaces = self.runtime.workspaces[shape]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> Workspaces:

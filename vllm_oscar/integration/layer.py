@@ -14,8 +14,10 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.hot_pool import HotPool
+from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.refusal import BF16, refuse
 from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.integration.sleep import lost_in_sleep
 
 
 @contextmanager
@@ -82,6 +84,11 @@ class OscarImpl(AttentionImpl[Any]):
         return self.layout.token_bytes
 
     @property
+    def backend(self) -> type[OscarBackend]:
+        """What vLLM asks about the layer's pages."""
+        return OscarBackend.of(self.layout)
+
+    @property
     def owns_cache(self) -> bool:
         """False where the layer reads another layer's keys and values."""
         return self.target_name is None
@@ -105,6 +112,7 @@ class OscarImpl(AttentionImpl[Any]):
             UnsupportedError: the layer does something that our attention does not.
         """
         refuse_unsupported_layer(module, self.head_size)
+        module.attn_backend = self.backend
         layers = self.vllm_config.compilation_config.static_forward_context
         if self.target_name is not None:
             target = layers[self.target_name].impl
@@ -120,10 +128,11 @@ class OscarImpl(AttentionImpl[Any]):
                 "configuration; use --kv-cache-dtype auto"
             )
         self.cache_layer = CacheLayer.of(calibration, self.layout, self.runtime.dtype, self.runtime.config.key_encoder)
-        self.pool = HotPool.allocate(
-            self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
-        )
-        # buffers, so that vLLM brings them back after a deep sleep; the pool may be lost, its copies prove nothing then
+        with lost_in_sleep():  # its copies prove nothing then
+            self.pool = HotPool.allocate(
+                self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
+            )
+        # buffers, so that vLLM brings them back after a deep sleep
         for counter, counts in vars(self.runtime.counters).items():
             module.register_buffer(f"oscar_{counter}", counts, persistent=False)
 

@@ -13,7 +13,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_oscar.errors import UnsupportedError
-from vllm_oscar.integration.seams import DTYPE, FIRST_GPU
+from vllm_oscar.integration.seams import DTYPE, FIRST_GPU, asks_for_pages
 from vllm_oscar.page_layout import BLOCK_SIZES, HEAD_SIZES, is_block_size
 
 if TYPE_CHECKING:
@@ -57,13 +57,16 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         f"drafts by a model (speculative method {method!r}) in the cache: no sidecar describes their layers",
         'use {"method": "ngram"} in --speculative-config, or {"method": "draft_model", "kv_cache_dtype": "auto", ...}',
     )
-    some_slide = len(set(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ())) > 1
+    skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
     refuse(
-        # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved
-        some_slide and (vllm_config.cache_config.kv_cache_dtype_skip_layers or drafts_apart),
+        # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved. From 0.28 on
+        # it gives layers with a window smaller blocks, which fit INT2's pages
+        len(set(_layer_types(vllm_config))) > 1
+        and (drafts_apart or (skipped and not keeps_windows_in_16_bits(vllm_config))),
         "layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft model's) where only some layers have a sliding "
         "window: vLLM would make INT2 pages as large as theirs",
-        "leave them out: layers with a sliding window are served in INT2 too",
+        "leave them out: layers with a sliding window are served in INT2 too"
+        + (", or alone in 16 bits (--kv-cache-dtype-skip-layers sliding_window)" if asks_for_pages() else ""),
     )
     refuse(
         parallel.decode_context_parallel_size > 1,
@@ -95,6 +98,20 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         "KV connectors and offloading",
         "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
     )
+
+
+def _layer_types(vllm_config: "VllmConfig") -> list[str]:
+    """How each layer attends, where they differ."""
+    return getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or []
+
+
+def keeps_windows_in_16_bits(vllm_config: "VllmConfig") -> bool:
+    """Whether some layers have a sliding window, and layers in 16 bits are among these, where vLLM can plan it."""
+    types, skipped = _layer_types(vllm_config), vllm_config.cache_config.kv_cache_dtype_skip_layers
+    if len(set(types)) < 2 or not skipped or not asks_for_pages():
+        return False
+    slide = [str(index) for index, kind in enumerate(types) if kind == "sliding_attention"]
+    return set(skipped) <= {"sliding_window", *slide}
 
 
 def refuse_unsupported_platform(dtype: torch.dtype) -> None:

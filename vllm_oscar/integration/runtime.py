@@ -6,6 +6,7 @@ a process may hold several engines and nothing of ours is global.
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,10 @@ from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import ConfigError, UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
+from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import refuse_other_layers, refuse_unsupported_engine
+from vllm_oscar.integration.seams import asks_for_pages
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.oscar")
 
 
+SMALLEST_16_BIT_BLOCK = {False: 16, True: 32}  # tokens, of vLLM's own layers on GPUs and on its CPU platform
 _WATCH_EVERY = 64  # calls of `watch` between two looks at the counters on the device
 
 
@@ -62,9 +66,12 @@ class OscarRuntime:
     """
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
-        self.config, self.sidecar, path = asked_for(vllm_config)
-        choose_block_size(vllm_config.cache_config)
+        self.config, self.sidecar, path = asked_for(vllm_config, rank_heads)
         self.vllm_config = vllm_config
+        model = self.sidecar.fingerprint
+        choose_block_size(vllm_config.cache_config, PageLayout(model.head_size, 16, self.sidecar.group_size))
+        # vLLM's own number becomes that of the smallest blocks later, where layers in 16 bits have smaller ones
+        self.block_size: int = vllm_config.cache_config.block_size
         self._log_sidecar(path)
         if getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None):
             logger.info("the checkpoint's scales for an FP8 cache are not used: INT2 rows have scales of their own")
@@ -113,24 +120,20 @@ class OscarRuntime:
 
     def layout(self, head_size: int) -> PageLayout:
         """Pages of a layer of this engine."""
-        return PageLayout(head_size, self.vllm_config.cache_config.block_size, self.sidecar.group_size)
+        return PageLayout(head_size, self.block_size, self.sidecar.group_size)
 
     def contract(self) -> HotContract:
-        return HotContract(self.config.sink, self.config.window, self.vllm_config.cache_config.block_size)
+        return HotContract(self.config.sink, self.config.window, self.block_size)
 
     def calibration(self, index: int, num_kv_heads: int, device: torch.device) -> LayerCalibration:
         """This rank's KV heads of a layer, on its device."""
-        layer = self.sidecar.layers.get(index)
-        if layer is None:
+        if index not in self.sidecar.layers:
             raise UnsupportedError(
                 f"layer {index} was left out of the calibration: keep it in BF16 with "
                 f"--kv-cache-dtype-skip-layers {index}"
             )
-        total, ranks = self.sidecar.fingerprint.num_kv_heads, get_tensor_model_parallel_world_size()
-        rank = get_tensor_model_parallel_rank()
-        # with fewer KV heads than ranks, neighbouring ranks hold copies of one head
-        start = rank * num_kv_heads if total >= ranks else rank * total // ranks
-        return layer.shard(start, start + num_kv_heads, device)
+        heads = rank_heads(self.sidecar.fingerprint)
+        return self.sidecar.shard(index, range(heads.start, heads.start + num_kv_heads), device)
 
     def plan_pool(self, device: torch.device) -> None:
         """Decide how many slots every layer gets. Called by the first layer after the weights are loaded.
@@ -187,7 +190,10 @@ class OscarRuntime:
         name = layer_names[0]
         table = self._tables.get(name)
         if table is None or table.slot_of_block.shape[0] != num_blocks + 1:
-            table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device, self.in_flight)
+            layers = self.vllm_config.compilation_config.static_forward_context
+            widths: list[int | None] = [layers[layer].impl.sliding_window for layer in layer_names]
+            window = None if None in widths else max(width for width in widths if width)
+            table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device, self.in_flight, window)
             self._tables[name] = table
         return table
 
@@ -206,7 +212,7 @@ class OscarRuntime:
         room = ""
         cache = self.vllm_config.cache_config
         if len(ours) == len(impls) and len({impl.sliding_window for impl in ours}) == 1:
-            tokens = cache.num_gpu_blocks * cache.block_size
+            tokens = cache.num_gpu_blocks * self.block_size
             ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
         logger.info(
@@ -243,7 +249,7 @@ class OscarRuntime:
             layer = self.vllm_config.compilation_config.static_forward_context[name]
             impl: OscarImpl = layer.impl
             if impl.owns_cache:
-                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)))
+                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)), impl.cache_layer)
 
     def watch(self) -> None:
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
@@ -279,22 +285,23 @@ class OscarRuntime:
         return self._named(self._counts())
 
     def _counts(self) -> torch.Tensor:
-        """int64 (8,) on the device: what `_named` takes."""
+        """int64 (9,) on the device: what `_named` takes."""
         tables = list(self._tables.values())
         used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).amax()
-        window = torch.stack([table.limits[1] for table in tables]).amin()
+        limits = torch.stack([table.limits for table in tables]).amin(0).long()
         evicted = torch.cat([table.evictions for table in tables]).sum()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
         return torch.cat(
-            [torch.stack([used, window.long(), evicted, shrunk]), self.counters.saturated_rows, self.counters.reads]
+            [used[None], limits, torch.stack([evicted, shrunk]), self.counters.saturated_rows, self.counters.reads]
         )
 
     def _named(self, counts: torch.Tensor) -> dict[str, int]:
-        used, window, evicted, shrunk, saturated, bf16, int2, int2_sinks = counts.tolist()
+        used, sink, window, evicted, shrunk, saturated, bf16, int2, int2_sinks = counts.tolist()
         return {
             "pool_blocks": self.num_slots,
             "pool_bytes": self.pool_bytes,
             "used_blocks": used,
+            "sink_tokens": sink,
             "window_tokens": window,
             "evicted_blocks": evicted,
             "shrunk_steps": shrunk,
@@ -306,8 +313,8 @@ class OscarRuntime:
 
 
 _SHRUNK = (
-    "the running requests need more BF16 blocks than the OSCAR pool has: the window was shrunk, evenly, in %d steps; "
-    "raise pool_share in the oscar options, or lower --max-num-seqs"
+    "the running requests need more BF16 blocks than the OSCAR pool has: sinks or windows were shrunk, evenly, in %d "
+    "steps; raise pool_share in the oscar options, or lower --max-num-seqs"
 )
 _SATURATED = (
     "%d key or value rows held NaN, infinity or a range that fp16 scales cannot represent, and were saturated; "
@@ -323,9 +330,22 @@ def oscar_impls(vllm_config: "VllmConfig") -> list["OscarImpl"]:
     return [layer.impl for layer in layers if isinstance(getattr(layer, "impl", None), OscarImpl)]
 
 
-def asked_for(vllm_config: "VllmConfig") -> tuple[OscarConfig, Sidecar, Path | None]:
+def rank_heads(fingerprint: ModelFingerprint) -> range:
+    """KV heads of this tensor-parallel rank; with fewer than ranks, neighbouring ranks hold copies of one."""
+    total, ranks = fingerprint.num_kv_heads, get_tensor_model_parallel_world_size()
+    count = max(1, total // ranks)
+    start = get_tensor_model_parallel_rank() * total // ranks
+    return range(start, start + count)
+
+
+def asked_for(
+    vllm_config: "VllmConfig", held: Callable[[ModelFingerprint], range]
+) -> tuple[OscarConfig, Sidecar, Path | None]:
     """An engine's options, its sidecar, and the sidecar's file if there is one. The workers call this, and before them
     the process that starts them: there an error is the last thing that a failed start prints.
+
+    Args:
+        held: which KV heads of the sidecar stay in memory
 
     Raises:
         UnsupportedError, ConfigError, SidecarError: what cannot be served, and what to do.
@@ -336,8 +356,23 @@ def asked_for(vllm_config: "VllmConfig") -> tuple[OscarConfig, Sidecar, Path | N
     fingerprint = ModelFingerprint.of(model.hf_config)
     if options.rotation == "hadamard":
         return options, Sidecar.hadamard(fingerprint), None
-    path = find_sidecar(model.model, options.sidecar)
-    return options, Sidecar.load(path, fingerprint), path
+    path = find_sidecar(model.model, options.sidecar, model.revision)
+    return options, Sidecar.load(path, fingerprint, held(fingerprint)), path
+
+
+def calibrate_if_missing(vllm_config: "VllmConfig") -> None:
+    """Make the sidecar where the options ask for that and there is none. Called by the process that the user started,
+    before any of the engine's exists.
+
+    Raises:
+        UnsupportedError, ConfigError: what cannot be served, before a calibration is spent on it.
+        CalibrationError: why there is none.
+    """
+    refuse_unsupported_engine(vllm_config)
+    options = OscarConfig.parse(getattr(vllm_config, "additional_config", None))
+    if not options.calibrate or options.sidecar or options.rotation == "hadamard":
+        return
+    calibrate_missing(vllm_config.model_config, options.calibrate if isinstance(options.calibrate, str) else "")
 
 
 def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> None:
@@ -351,15 +386,24 @@ def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> 
     vllm_config.additional_config = {**given, "oscar_in_use": {**asdict(options), "digest": digest}}
 
 
-def choose_block_size(cache_config: Any) -> None:
+def choose_block_size(cache_config: Any, layout: PageLayout) -> None:
     """Set the block size that the layers are built for, unless the user did.
 
     vLLM asks a backend too (Platform.update_block_size_for_backend), but after the layers are loaded, and it may ask
-    another layer's: hence the mark that the size is not to be changed.
+    another layer's: hence the mark that the size is not to be changed. Where some layers stay in 16 bits it raises the
+    size even so, until a page holds the smallest block of such a layer; we begin there.
+
+    Args:
+        layout: of some block size
     """
-    if not cache_config.user_specified_block_size:
-        cache_config.block_size = OscarBackend.get_preferred_block_size(cache_config.block_size)
-        cache_config.user_specified_block_size = True
+    if cache_config.user_specified_block_size:
+        return
+    size = OscarBackend.get_preferred_block_size(cache_config.block_size)
+    if cache_config.kv_cache_dtype_skip_layers and asks_for_pages():
+        while size * layout.token_bytes < SMALLEST_16_BIT_BLOCK[current_platform.is_cpu()] * 4 * layout.head_size:
+            size *= 2
+    cache_config.block_size = size
+    cache_config.user_specified_block_size = True
 
 
 def memory_for_cache(vllm_config: "VllmConfig", device: torch.device) -> int:

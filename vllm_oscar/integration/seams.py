@@ -3,19 +3,22 @@
 Each function checks that the symbol it touches looks as expected and raises VllmVersionError otherwise, before
 anything was changed. None of them changes what vLLM does for any other KV cache dtype.
 
-| seam | 0.26 - 0.32 | 0.33 |
+| seam | first | later |
 |---|---|---|
-| name of the dtype | `vllm.config.cache.CacheDType` (a Literal), CacheConfig's schema | `register_kv_cache_dtype` |
-| its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | the same call |
+| name of the dtype | `vllm.config.cache.CacheDType`, CacheConfig's schema | 0.33: `register_kv_cache_dtype` |
+| its torch dtype | `vllm.utils.torch_utils.STR_DTYPE_TO_TORCH_DTYPE` | 0.33: the same call |
+| our environment variables | `vllm.envs.environment_variables` | the same |
 | choice of the backend | `current_platform.get_attn_backend_cls` | the same |
-| size of a page | `Attention.get_kv_cache_spec` | the same |
-| errors before anything is started | `EngineArgs.create_engine_config` | the same |
+| size of a page | `Attention.get_kv_cache_spec` | 0.28: `AttentionBackend.customize_spec` |
+| size of a block | `current_platform.update_block_size_for_backend` | the same |
+| errors, and a calibration, before anything is started | `EngineArgs.create_engine_config` | the same |
 | compilation before serving, on GPUs | `vllm.v1.worker.gpu_worker.kernel_warmup` | the same |
 """
 
 import functools
 import importlib.metadata
 import logging
+import os
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -23,17 +26,19 @@ from typing import Any
 import torch
 from packaging.version import Version
 
-from vllm_oscar.errors import UnsupportedError, VllmVersionError
+from vllm_oscar import audit, config
+from vllm_oscar.errors import VllmVersionError
 
 logger = logging.getLogger("vllm.oscar")
 
 DTYPE = "oscar"
+VARIABLES = (config.ENVIRONMENT_VARIABLE, audit.ENVIRONMENT_VARIABLE)
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
 FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 # requests at a time, unless the user says how many; fewer on GPUs with less memory than vLLM calls large
 MAX_NUM_SEQS, MAX_NUM_SEQS_SMALL, LARGE = 128, 24, 70 << 30
 FIRST, BEFORE = Version("0.26"), Version("0.34")
-VERIFIED_ON_GPUS = Version("0.26")  # the minor version that ran with our kernels: docs/performance.md
+VERIFIED_ON_GPUS = (Version("0.26"), Version("0.33"))  # minor versions that ran with our kernels: docs/performance.md
 SUPPORTED = f"vllm>={FIRST},<{BEFORE}"
 
 
@@ -66,7 +71,14 @@ def install() -> None:
     if DTYPE in STR_DTYPE_TO_TORCH_DTYPE:
         return
     # all checks come before the first change
-    steps = [accept_dtype_name(), choose_backend(), size_pages(), check_first()]
+    steps = [
+        know_our_variables(),
+        accept_dtype_name(),
+        choose_backend(),
+        size_pages(),
+        plan_blocks(),
+        check_first(),
+    ]
     for step in steps:
         step()
     STR_DTYPE_TO_TORCH_DTYPE[DTYPE] = torch.uint8  # last: it marks the process as done
@@ -75,6 +87,17 @@ def install() -> None:
 def _expect(condition: bool, what: str) -> None:
     if not condition:
         raise VllmVersionError(f"vLLM {vllm_version()}: {what} is not as expected; install {SUPPORTED}, or report this")
+
+
+def know_our_variables() -> Callable[[], None]:
+    """vLLM warns of environment variables with its prefix that it does not know, or refuses them
+    (`--fail-on-environ-validation`). Only those that are set: it hashes what it knows.
+    """
+    from vllm.envs import environment_variables
+
+    _expect(isinstance(environment_variables, dict), "vllm.envs.environment_variables")
+    ours = {name: functools.partial(os.environ.get, name) for name in VARIABLES if name in os.environ}
+    return lambda: environment_variables.update(ours)
 
 
 def accept_dtype_name() -> Callable[[], None]:
@@ -134,33 +157,57 @@ def choose_backend() -> Callable[[], None]:
     return lambda: setattr(platform, "get_attn_backend_cls", classmethod(get_attn_backend_cls))
 
 
+def asks_for_pages() -> bool:
+    """Whether vLLM asks a layer's backend for the size of its pages, and plans blocks with it: from 0.28 on."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "customize_spec")
+
+
 def size_pages() -> Callable[[], None]:
-    """A layer of ours asks vLLM for pages of INT2 size."""
+    """A layer of ours asks vLLM for pages of INT2 size: by the backend's hook, which older versions do not call."""
     from vllm.model_executor.layers.attention import Attention
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-    original = getattr(Attention, "get_kv_cache_spec", None)
-    _expect(callable(original), "Attention.get_kv_cache_spec")
     fields = AttentionSpec.__dataclass_fields__
     _expect("num_kv_heads" in fields and "head_size" in fields and "dtype" in fields, "AttentionSpec")
+    if asks_for_pages():
+        return lambda: None
+    original = getattr(Attention, "get_kv_cache_spec", None)
+    _expect(callable(original), "Attention.get_kv_cache_spec")
 
     @functools.wraps(original)  # type: ignore[arg-type]
     def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
         spec = original(self, vllm_config)  # type: ignore[misc]
         if self.kv_cache_dtype == DTYPE and spec is not None:
-            from vllm_oscar.integration.refusal import refuse_other_layers
-
-            refuse_other_layers([self])
-            now, built_for = vllm_config.cache_config.block_size, self.impl.layout.block_size
-            if now != built_for:  # vLLM rounds it up where BF16 layers share the memory
-                raise UnsupportedError(
-                    f"vLLM changed the block size from {built_for} to {now} after the layers were built: "
-                    f"serve with --block-size {now}"
-                )
-            return page_spec(spec, self.impl.layout.block_size, self.impl.token_bytes)
+            return self.attn_backend.customize_spec(spec)
         return spec
 
     return lambda: setattr(Attention, "get_kv_cache_spec", get_kv_cache_spec)
+
+
+def plan_blocks() -> Callable[[], None]:
+    """vLLM plans blocks once the layers are loaded. It asks the first layer's backend how large pages are; where that
+    layer is one that stays in 16 bits, it has to ask ours.
+    """
+    from vllm.platforms import current_platform
+
+    platform: Any = current_platform if isinstance(current_platform, type) else type(current_platform)
+    original = getattr(platform, "update_block_size_for_backend", None)
+    _expect(callable(original), "current_platform.update_block_size_for_backend")
+
+    def update_block_size_for_backend(cls: Any, vllm_config: Any) -> None:
+        original(vllm_config)  # type: ignore[misc]
+        if vllm_config.cache_config.cache_dtype == DTYPE:
+            from vllm_oscar.integration.refusal import keeps_windows_in_16_bits, refuse_other_layers
+            from vllm_oscar.integration.runtime import oscar_impls
+
+            refuse_other_layers(vllm_config.compilation_config.static_forward_context.values())
+            ours = oscar_impls(vllm_config)
+            if ours and keeps_windows_in_16_bits(vllm_config):
+                cls._align_heterogeneous_kv_block_size(vllm_config, ours[0].backend)
+
+    return lambda: setattr(platform, "update_block_size_for_backend", classmethod(update_block_size_for_backend))
 
 
 def requests_at_a_time(batched_tokens: int | None, active: int | None) -> int:
@@ -180,8 +227,9 @@ def requests_at_a_time(batched_tokens: int | None, active: int | None) -> int:
 
 def check_first() -> Callable[[], None]:
     """What cannot be served is refused by the process that the user started, before it starts others: theirs ends
-    as "Engine core initialization failed", far below the reason. And a number of requests that nobody chose becomes
-    one that the pool holds: vLLM's is 1,024 on large GPUs.
+    as "Engine core initialization failed", far below the reason. A missing sidecar is made here where the options ask
+    for it, while the memory of the GPU is free. And a number of requests that nobody chose becomes one that the pool
+    holds: vLLM's is 1,024 on large GPUs.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -201,9 +249,10 @@ def check_first() -> Callable[[], None]:
             )
         vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
         if vllm_config.cache_config.cache_dtype == DTYPE:
-            from vllm_oscar.integration.runtime import asked_for
+            from vllm_oscar.integration.runtime import asked_for, calibrate_if_missing
 
-            asked_for(vllm_config)
+            calibrate_if_missing(vllm_config)
+            asked_for(vllm_config, lambda fingerprint: range(0))
         return vllm_config
 
     return lambda: setattr(EngineArgs, "create_engine_config", create_engine_config)

@@ -34,14 +34,17 @@ from vllm_oscar.kernels.prepare import (
     sink_capacity,
     window_origin,
 )
+from vllm_oscar.kernels.product import scaled
 from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, segments_of, tile_tokens
 from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
 from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
 from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.quantizer import FP16_MAX
 from vllm_oscar.rotation import Transform
 
 _NEVER: tl.constexpr = tl.constexpr(1 << 30)  # position of a token that no query sees
+_FP16_MAX: tl.constexpr = tl.constexpr(FP16_MAX)
 _HIDDEN: tl.constexpr = tl.constexpr(-1e6)  # its logit, in units of log 2
 _STAGES = 5  # of the plain loop: the block-table load takes two of them
 _COPY_STAGES = 3
@@ -351,7 +354,11 @@ def _decode(
         )  # fmt: skip
 
     release(RELEASES)
-    # the rest: first what has no copy, which is little or nothing
+    # the rest: first what has no copy, which is little or nothing. What lies before the window of every query is not
+    # looked at: its blocks may be gone, with anything in their place
+    first_seen = 0
+    if SLIDING_WINDOW:
+        first_seen = length - Q_LEN + 1 - SLIDING_WINDOW
     copies += (seq * (tl.num_programs(0) // TILES) + place // TILES) * CAPACITY
     origin = window_origin(length, Q_LEN, WINDOW, T)
     before = tl.cdiv(fast_lo - lo, T)
@@ -362,7 +369,7 @@ def _decode(
         most = 0
         for parity in tl.static_range(PARITIES):
             token = t0 + r + parity
-            cold = (token < end) & (_slot(copies, token, origin, end, SINKS) < 0)
+            cold = (token >= first_seen) & (token < end) & (_slot(copies, token, origin, end, SINKS) < 0)
             position = position + (tl.where(cold, token, _NEVER),)
             most += tl.sum(cold.to(tl.int32), 0)
         if most > 0:
@@ -425,6 +432,7 @@ def _decode(
             y = tl.sum(tl.sum(tl.reshape(y, (2, U, 2, N)), 2), 0)
             offset = tl.sum(tl.reshape(offset * share, (2, N)), 0)
         y = (y + offset[None, :]) * share_n[None, :]
+        y = tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX)  # INT2 of a row at the bound may lie beyond it
         v = tl.arange(0, UP // PARITIES)
         tl.store(
             partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :]
@@ -439,12 +447,14 @@ def _decode(
 class DecodeTables:
     """A layer's matrices as the decode kernels read them, made once at load.
 
-    fp16 has more bits than the queries and outputs that the matrices are multiplied with.
+    fp16 has more bits than the queries and outputs that the matrices are multiplied with. What it cannot hold of a
+    small B_K is nothing to a logit; values may be small as a whole, so B_V has a unit.
 
     Attributes:
         key_inverse: B_K, float16 (KV heads, D, D)
         key_mean: m_K, float32 (KV heads, D)
-        value_inverse_t: B_V transposed, float16 (KV heads, D, D)
+        value_inverse_t: B_V transposed, in units of `value_unit`, float16 (KV heads, D, D)
+        value_unit: float32 (KV heads,), powers of two
         value_mean: m_V, float32 (KV heads, D)
         step, vectors: of the keys' turning mean (see `turning`), if there is one
     """
@@ -452,6 +462,7 @@ class DecodeTables:
     key_inverse: torch.Tensor
     key_mean: torch.Tensor
     value_inverse_t: torch.Tensor
+    value_unit: torch.Tensor
     value_mean: torch.Tensor
     step: torch.Tensor | None = None
     vectors: torch.Tensor | None = None
@@ -461,14 +472,14 @@ class DecodeTables:
         """Tables for a layer's transforms.
 
         Raises:
-            ConfigError: rows so large that fp16 does not have them.
+            ConfigError: keys so large that fp16 does not have them.
         """
         tables = cls(
-            key.inverse.half().contiguous(), key.mean.contiguous(), value.inverse.mT.half().contiguous(),
+            key.inverse.half().contiguous(), key.mean.contiguous(), *scaled(value.inverse.mT, torch.float16),
             value.mean.contiguous(), *wave_tables(key.turning),
         )  # fmt: skip
-        if not (tables.key_inverse.isfinite().all() and tables.value_inverse_t.isfinite().all()):
-            raise ConfigError("a transform's inverse is too large for fp16; calibrate again")
+        if not tables.key_inverse.isfinite().all():
+            raise ConfigError("the inverse of a transform of keys is too large for fp16; calibrate again")
         return tables
 
 
@@ -622,6 +633,6 @@ def decode_attention(
         SINK_LOGITS=sink_logits is not None, RELEASES=supported(query.device), num_warps=1,
     )  # fmt: skip
     merge_segments(
-        workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out,
-        *starts, sink_logits,
+        workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_unit, tables.value_mean, q_len,
+        (n, tiles), out, *starts, sink_logits,
     )  # fmt: skip

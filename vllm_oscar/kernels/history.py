@@ -240,7 +240,8 @@ def _restore(
         )  # fmt: skip
     copy = rows + slot * row_slot + h * row_head + (which * P + offset) * D
     kept = tl.load(copy[:, None] + d[None, :], mask=hot[:, None] & real[None, :], other=0.0).to(tl.float32)
-    y = tl.where(real[None, :], tl.where(hot[:, None], kept, y), 0.0).to(out.dtype.element_ty)
+    # INT2 of a row at the bound may lie beyond it, which FP16 does not hold
+    y = sanitised(tl.where(real[None, :], tl.where(hot[:, None], kept, y), 0.0)).to(out.dtype.element_ty)
 
     raw = key + h * key_head
     raw_token = key_token

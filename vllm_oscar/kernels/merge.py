@@ -22,7 +22,7 @@ _SMALL = 512  # (sequence, KV head, column tile) triples up to which every seque
 
 @triton.jit(do_not_specialize=["ragged", "seqs"])
 def _merge(
-    partial, lse, first, starts, ragged, inverse, mean, sink_logits, out, seqs, stride_token, stride_head,
+    partial, lse, first, starts, ragged, inverse, unit, mean, sink_logits, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, SINK_LOGITS: tl.constexpr, launch_pdl: tl.constexpr,
@@ -34,6 +34,7 @@ def _merge(
     d = tl.arange(0, DP)
     inside = (e < D)[:, None] & (d < D)[None, :]
     b = tl.load(inverse + (head * D + e[:, None]) * D + d[None, :], mask=inside, other=0.0)
+    scale = tl.load(unit + head)
     centre = tl.load(mean + head * D + e, mask=e < D, other=0.0)
     wait(launch_pdl)
 
@@ -71,15 +72,15 @@ def _merge(
     K: tl.constexpr = 8 // C if C < 8 else 1
     y = tl.sum(tl.reshape(acc, (BLOCK // K, K * C, DP)), 0)
     x = tl.dot(b, tl.trans(y.to(tl.float16)))
-    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) + centre[:, None]
+    x = tl.sum(tl.reshape(x, (ROWS, K, C)), 1) * scale + centre[:, None]
 
     column = tl.arange(0, C)
     seq = tl.program_id(1) * SEQS + column // COLUMNS
     pair = tile * N + column % COLUMNS
     if SINK_LOGITS:
         sink = tl.load(sink_logits + head * RATIO + pair % RATIO).to(tl.float32) * _LOG2E
-        ahead = tl.minimum(sink - top - tl.log2(tl.maximum(total, 1e-30)), 126.0)  # of all tokens together
-        x *= (1.0 / (1.0 + tl.exp2(ahead)))[None, :]
+        lead = tl.minimum(sink - top - tl.log2(tl.maximum(total, 1e-30)), 126.0)  # of all tokens together
+        x *= (1.0 / (1.0 + tl.exp2(lead)))[None, :]
     own, queries = queries_of(starts, ragged, seq, seq < seqs, Q_LEN)
     token = (own + pair // RATIO).to(tl.int64)
     target = out + token * stride_token + (head * RATIO + pair % RATIO) * stride_head
@@ -109,6 +110,7 @@ def merge_segments(
     lse: torch.Tensor,
     segments: Segments,
     inverse_t: torch.Tensor,
+    unit: torch.Tensor,
     mean: torch.Tensor,
     q_len: int,
     tile: tuple[int, int],
@@ -122,7 +124,8 @@ def merge_segments(
     Args:
         partial: float16 (segments, KV heads, tiles, N, D), normalised
         lse: float32 (segments, KV heads, tiles, N), log2 of the sum of exp2; with sink_logits, of whole logits
-        inverse_t: B_V transposed, float16 (KV heads, D, D), contiguous
+        inverse_t: B_V transposed, in units of `unit`, float16 (KV heads, D, D), contiguous
+        unit: float32 (KV heads,)
         mean: m_V, float32 (KV heads, D)
         out: BF16 or FP16 (tokens, query heads, D)
         starts, ragged: see `prepare.given_starts`
@@ -135,7 +138,7 @@ def merge_segments(
     columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
     share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.table.shape[0])
     _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
-        partial, lse, segments.first, starts, ragged, inverse_t, mean, sink_logits, out, seqs, out.stride(0),
+        partial, lse, segments.first, starts, ragged, inverse_t, unit, mean, sink_logits, out, seqs, out.stride(0),
         out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
         D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows,

@@ -1,0 +1,192 @@
+"""What a model's cache takes and what GPUs hold of it: docs/sizing.md in code, from a configuration alone."""
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_oscar.config import OscarConfig
+from vllm_oscar.hot_pool import HotContract, HotPool
+from vllm_oscar.integration.seams import LARGE, MAX_NUM_SEQS, MAX_NUM_SEQS_SMALL
+from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.sidecar import ModelFingerprint, Sidecar
+
+GB = 10**9
+GPUS = (24, 48, 80, 141)  # GB
+UTILISATION = 0.9  # --gpu-memory-utilization; a little below what vLLM takes where it is not given
+OVERHEAD = 2 * GB  # of each GPU: activations, CUDA graphs, NCCL; a guess, as only an engine can measure it
+LONG = 32768  # tokens of a request where a configuration does not say how long one may be
+BLOCK = 64  # tokens of a block on GPUs
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What one format keeps of requests.
+
+    Attributes:
+        token: bytes of a token, over the layers that keep all tokens
+        request: bytes of a request besides: sliding windows, and states of recurrent layers
+    """
+
+    token: int
+    request: int
+
+    def tokens(self, memory: float, context: int) -> int:
+        """How many of them fit, in requests of `context` tokens."""
+        return int(memory // (self.token + self.request / context))
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a cache depends on.
+
+    Attributes:
+        weights: bytes
+        context: tokens of the longest request
+        int2, fp8, bf16: the cache in each format
+        slot: bytes of one block's BF16 copies over all layers
+    """
+
+    weights: int
+    context: int
+    int2: Cache
+    fp8: Cache
+    bf16: Cache
+    slot: int
+
+    @classmethod
+    def of(cls, hf_config: Any, weights: int, sidecar: Sidecar | None = None) -> "Model":
+        """By a transformers configuration.
+
+        Args:
+            weights: bytes of the checkpoint
+            sidecar: says which layers have 16 bits, and how the others are packed; None: all, as calibration does it
+
+        Raises:
+            UnsupportedError, ConfigError: the model has no INT2 cache.
+        """
+        model = ModelFingerprint.of(hf_config)
+        config = hf_config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * model.num_layers
+        context = getattr(config, "max_position_embeddings", None) or LONG
+        kept = min(context, getattr(config, "sliding_window", None) or context)
+        states = _state_bytes(config) * kinds.count("linear_attention") if "linear_attention" in kinds else 0
+        elements = 2 * model.num_kv_heads * model.head_size  # of a token in a layer
+        layout = PageLayout(model.head_size, BLOCK, sidecar.group_size if sidecar else 0)
+        absent = sidecar.absent if sidecar else ()
+        packed = [index not in absent and kind != "linear_attention" for index, kind in enumerate(kinds)]
+
+        def cache(layer: Callable[[int], int]) -> Cache:
+            """By the bytes of a token in each layer."""
+            bytes_of = Counter[str]()
+            for index, kind in enumerate(kinds):
+                bytes_of[kind] += layer(index)
+            return Cache(bytes_of["full_attention"], kept * bytes_of["sliding_attention"] + states)
+
+        return cls(
+            weights,
+            context,
+            int2=cache(lambda index: model.num_kv_heads * layout.token_bytes if packed[index] else 2 * elements),
+            fp8=cache(lambda index: elements),
+            bf16=cache(lambda index: 2 * elements),
+            slot=sum(packed) * HotPool.slot_bytes(layout, model.num_kv_heads, torch.bfloat16),
+        )
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What some GPUs hold together.
+
+    Attributes:
+        gpu: GB of each
+        gpus: how many, the smallest power of two that leaves room for a cache
+        memory: bytes left for the cache
+        int2, fp8, bf16: tokens
+        requests: that keep their whole windows in BF16 at a time
+    """
+
+    gpu: int
+    gpus: int
+    memory: int
+    int2: int
+    fp8: int
+    bf16: int
+    requests: int
+
+
+def capacity(model: Model, gpu: int, options: OscarConfig) -> Capacity:
+    """Of GPUs with `gpu` GB: as many as the weights need."""
+    usable = UTILISATION * gpu * GB
+    each = usable - min(OVERHEAD, usable / 2)
+    gpus = 1
+    while gpus * each - model.weights < 0.1 * gpus * each:  # less than that is no room to serve in
+        gpus *= 2
+    memory = int(gpus * each - model.weights)
+    contract = HotContract(options.sink, options.window, BLOCK)
+    at_a_time = MAX_NUM_SEQS if gpu * GB >= LARGE else MAX_NUM_SEQS_SMALL
+    slots = min(int(options.pool_share * memory) // model.slot, at_a_time * contract.slots_per_request)
+    return Capacity(
+        gpu,
+        gpus,
+        memory,
+        int2=model.int2.tokens(memory - slots * model.slot, model.context),
+        fp8=model.fp8.tokens(memory, model.context),
+        bf16=model.bf16.tokens(memory, model.context),
+        requests=slots // (contract.sink_blocks + contract.tail_blocks),
+    )
+
+
+def weight_bytes(model: str, revision: str | None = None) -> int | None:
+    """Bytes of a checkpoint's tensors, from its index or its files' headers; None: it has no safetensors files.
+
+    Args:
+        model: folder or hub id, of which at most an index or a header is fetched
+    """
+    folder = Path(model)
+    if not folder.is_dir():
+        return _weight_bytes_on_the_hub(model, revision)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return int(json.loads(index.read_text())["metadata"]["total_size"])
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(map(_tensor_bytes, files)) if files else None
+
+
+def _tensor_bytes(file: Path) -> int:
+    """What is behind the header of a safetensors file."""
+    with file.open("rb") as opened:
+        (header,) = struct.unpack("<Q", opened.read(8))
+    return file.stat().st_size - 8 - int(header)
+
+
+def _weight_bytes_on_the_hub(model: str, revision: str | None) -> int | None:
+    from huggingface_hub import get_safetensors_metadata, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
+
+    try:
+        index = Path(hf_hub_download(model, "model.safetensors.index.json", revision=revision))
+        return int(json.loads(index.read_text())["metadata"]["total_size"])
+    except EntryNotFoundError:
+        pass
+    if isinstance(cached := try_to_load_from_cache(model, "model.safetensors", revision=revision), str):
+        return _tensor_bytes(Path(cached))
+    try:
+        files = get_safetensors_metadata(model, revision=revision).files_metadata.values()
+    except NotASafetensorsRepoError:
+        return None
+    return sum(max(tensor.data_offsets[1] for tensor in file.tensors.values()) for file in files)
+
+
+def _state_bytes(config: Any) -> int:
+    """State of a request in one layer of gated linear attention (Qwen3-Next and later), as vLLM keeps it: the last
+    inputs of its convolution in 16 bits, and a matrix for each value head."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    convolution = (2 * keys + values) * (config.linear_conv_kernel_dim - 1)
+    element = 4 if getattr(config, "mamba_ssm_dtype", None) == "float32" else 2
+    return int(2 * convolution + element * values * config.linear_key_head_dim)
