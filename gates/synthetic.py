@@ -3,6 +3,7 @@
 Whatever no token was written to holds bytes 0xFF, NaN in every float format.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -152,26 +153,37 @@ def free_before_window(cache: Cache, computed: list[int], sliding_window: int | 
 
 
 def reference(
-    cache: Cache, query: torch.Tensor, q_len: int, scale: float, soft_cap: float, sliding_window: int | None
+    cache: Cache,
+    query: torch.Tensor,
+    queries: Sequence[int],
+    scale: float,
+    soft_cap: float,
+    sliding_window: int | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a decode step must give, float32 (sequences * q_len, query heads, D), with m_V for sequences of length 0,
-    and its reads, int64 (3,), see StoredRows.reads."""
+    """What a decode step must give, float32 (tokens, query heads, D), with m_V, or 0 with sink_logits, for sequences of
+    length 0, and its reads, int64 (3,), see StoredRows.reads.
+
+    Args:
+        queries: of each sequence
+    """
     views = cache.layout.views(cache.pages)
     ratio = query.shape[1] // cache.pages.shape[1]
     parts = []
     reads = torch.zeros(3, dtype=torch.int64, device=query.device)
-    for index, length in enumerate(cache.seq_lens.tolist()):
-        own = query[index * q_len : (index + 1) * q_len]
+    each = zip(cache.seq_lens.tolist(), queries, query.split(list(queries)), strict=True)
+    for index, (length, count, own) in enumerate(each):
         if length == 0:
-            parts.append(cache.value.mean.repeat_interleave(ratio, 0).expand(q_len, -1, -1))
+            mean = cache.value.mean.repeat_interleave(ratio, 0).expand(count, -1, -1)
+            parts.append(mean if sink_logits is None else torch.zeros_like(mean))
             continue
         blocks = cache.block_table[index, : -(-length // cache.layout.block_size)].long()
-        before = length - q_len
+        before = length - count
         stored = attention.read_rows(views, cache.pool, cache.table, blocks, length, before, sliding_window)
         reads += stored.reads(before, cache.table.contract.sink, sliding_window)
         parts.append(
             attention.attend(
-                own, stored, cache.key, cache.value, scale, before, soft_cap=soft_cap, sliding_window=sliding_window
+                own, stored, cache.key, cache.value, scale, before, None, soft_cap, sliding_window, sink_logits
             )
         )
     return torch.cat(parts), reads

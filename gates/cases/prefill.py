@@ -20,7 +20,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a r
 class Case:
     """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
     of the keys' turning mean; bias: size of the keys' constant mean; layers: that the reads are counted for, 0 not to
-    count; saturated: see `fill`."""
+    count; saturated: see `fill`; sinks: each query head has a sink logit."""
 
     head_size: int = 128
     group_size: int = 0
@@ -40,6 +40,7 @@ class Case:
     bias: float = 1.0
     layers: int = 3
     saturated: bool = False
+    sinks: bool = False
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -79,10 +80,11 @@ def check(case: Case, device: torch.device) -> str:
     out = torch.full((total, heads, size), float("nan"), dtype=case.dtype, device=device)
     counts = torch.zeros(3, dtype=torch.int64, device=device)
     scale = size**-0.5
+    sinks = (3 + 2 * torch.randn(heads, generator=generator, device=device)).to(case.dtype) if case.sinks else None
     prefill(
         query, key, value, cache.pages, layout, cache.pool, cache.table, cache.block_table,
         RestoreTables.of(cache.key, cache.value, case.dtype), calls, workspace, out, scale, case.soft_cap,
-        case.sliding_window, reads=ReadCounter(counts, case.layers) if case.layers else None,
+        case.sliding_window, reads=ReadCounter(counts, case.layers) if case.layers else None, sink_logits=sinks,
     )  # fmt: skip
 
     views = layout.views(cache.pages)
@@ -98,7 +100,7 @@ def check(case: Case, device: torch.device) -> str:
         reads += stored.reads(before, case.sink, case.sliding_window)
         expected = attention.attend(
             query[rows], stored, cache.key, cache.value, scale, before, (key[rows], value[rows]), case.soft_cap,
-            case.sliding_window,
+            case.sliding_window, sinks,
         )  # fmt: skip
         error = ((out[rows].float() - expected).norm() / expected.norm()).item()
         assert error < TOLERANCE[case.dtype], f"relative error {error:.2e}"
@@ -137,5 +139,7 @@ def gpu_cases() -> list[Case]:
         Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, layers=0),
         Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, bias=300.0, dtype=torch.bfloat16),
         Case(requests=((1000, 700), (10, 20)), capacity=1024, saturated=True),
+        Case(64, requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=2, ratio=8, sinks=True),
+        Case(64, requests=step, capacity=4096, kv_heads=2, ratio=8, sliding_window=128, sinks=True),
     ]
     return cases

@@ -51,17 +51,21 @@ class OscarImpl(AttentionImpl[Any]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **extra: Any,
     ) -> None:
         refuse(alibi_slopes is not None, "ALiBi", BF16)
         given = sorted(name for name, value in extra.items() if value is not None)
         refuse(given, str(given), BF16)
+        if sinks is not None and sinks.shape != (num_heads,):
+            refuse(True, f"attention sinks of shape {tuple(sinks.shape)}", BF16)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window = sliding_window
         self.soft_cap = logits_soft_cap or 0.0
+        self.sink_logits = sinks  # the model's own parameter: weights come later, and may change
         self.kv_cache_dtype = kv_cache_dtype
         self.target_name = kv_sharing_target_layer_name
         self.vllm_config = get_current_vllm_config()

@@ -26,7 +26,14 @@ from vllm_oscar.kernels import merge as merging
 from vllm_oscar.kernels import prepare as preparing
 from vllm_oscar.kernels.dependent import release, supported
 from vllm_oscar.kernels.merge import merge_segments
-from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
+from vllm_oscar.kernels.prepare import (
+    copies_capacity,
+    given_starts,
+    prepare,
+    queries_of,
+    sink_capacity,
+    window_origin,
+)
 from vllm_oscar.kernels.product import scaled
 from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, segments_of, tile_tokens
@@ -259,16 +266,16 @@ def _slot(copies, token, origin, end, SINKS: tl.constexpr):
     return tl.load(copies + entry, mask=(token < end) & ((token < SINKS) | (token >= origin)), other=-1)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["ragged", "table_stride"])
 def _decode(
-    folded, sums_ptr, step, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial, lse, cap,
-    page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
+    folded, sums_ptr, starts, ragged, step, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial,
+    lse, cap, page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
     N: tl.constexpr, TILES: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr,
     D: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr,
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
     T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
-    DEPTH: tl.constexpr, RELEASES: tl.constexpr,
+    DEPTH: tl.constexpr, SINK_LOGITS: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
@@ -277,6 +284,9 @@ def _decode(
     entry = segments + segment * COLUMNS
     seq = tl.load(entry)
     if seq < 0:
+        return
+    queries = queries_of(starts, ragged, seq, seq >= 0, Q_LEN)[1]
+    if (place % TILES) * N >= queries * RATIO:
         return
     lo = tl.load(entry + 1)
     fast_lo = tl.load(entry + 2)
@@ -317,7 +327,7 @@ def _decode(
         cos, sin = cos_sin(steps, (c // N)[None, :])  # the second parity is one token ahead
         turning = (a * cos + b * sin, b * cos - a * sin)
     # the last token that a column's query sees
-    last = length - Q_LEN + ((place % TILES) * N + c % N) // RATIO
+    last = length - queries + ((place % TILES) * N + c % N) // RATIO
 
     m = tl.zeros([C], tl.float32) + (_HIDDEN if CAPPED else _HIDDEN / factor)
     total = tl.zeros([8, C], tl.float32)
@@ -427,7 +437,10 @@ def _decode(
         tl.store(
             partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :]
         )
-    tl.store(lse + row, top + tl.log2(sum_n) - 8.0)
+    log = top + tl.log2(sum_n) - 8.0
+    if SINK_LOGITS and not CAPPED:  # what is common to all tokens' logits, and not to the one beside them
+        log += tl.load(own + 1 + GROUPS * N + n)
+    tl.store(lse + row, log)
 
 
 @dataclass(frozen=True)
@@ -569,23 +582,28 @@ def decode_attention(
     out: torch.Tensor,
     reads: ReadCounter | None = None,
     behind_write: bool = False,
+    sink_logits: torch.Tensor | None = None,
+    query_starts: torch.Tensor | None = None,
 ) -> None:
     """Attention of a decode batch, every token of it stored; the same semantics as `attention.attend`.
 
     Three launches, no allocation, no sync. What changes from step to step is read from device tensors only.
 
     Args:
-        query: BF16 or FP16 (sequences * q_len, query heads, D), after RoPE
+        query: BF16 or FP16 (tokens, query heads, D), after RoPE
         pages: uint8 (blocks, KV heads, >= head_bytes), any block and head stride that is a multiple of 128
         block_table: int32 (sequences, >= blocks of the longest)
-        seq_lens: int32 (sequences,), tokens after this step; 0 for padding, whose output is then m_V
-        q_len: queries of each sequence; query i sees its own token and everything before
+        seq_lens: int32 (sequences,), tokens after this step; 0 for padding, whose output is then m_V, or 0 with
+            sink_logits
+        q_len: queries of each sequence, or the most that one has; query i sees its own token and everything before
         segments: built by `build_segments` for this step, these sequences, q_len and sliding window
         scale: softmax scale
         soft_cap: 0 for none
         out: like query
         reads: where the layer counts
         behind_write: see `prepare`
+        sink_logits: any float dtype (query heads,), contiguous, see `attention.attend`
+        query_starts: int32 (sequences + 1,), where each sequence's queries begin; None where all have q_len
     """
     heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
     n, tiles = column_tiles(q_len, ratio)
@@ -594,15 +612,17 @@ def decode_attention(
         raise ConfigError(f"the decode workspace was allocated for a smaller contract than {table.contract}")
     words = pages[..., : layout.head_bytes].view(torch.int32)
     prepare(
-        query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles), soft_cap > 0, words,
-        layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
-        sliding_window, reads, behind_write,
+        query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles),
+        soft_cap > 0 or sink_logits is not None, words, layout, pool, table, block_table, seq_lens, workspace.folded,
+        workspace.sums, workspace.copies, query_starts, sliding_window, reads, behind_write,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
+    starts = given_starts(query_starts, seq_lens)
     _decode[(heads * tiles, segments.table.shape[0])](
-        workspace.folded, workspace.sums, tables.step, workspace.copies, words.view(torch.int16), words, pool.rows,
-        block_table, seq_lens, segments.table, workspace.partial, workspace.lse, soft_cap * 1.4426950408889634,
-        words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1), block_table.stride(0),
+        workspace.folded, workspace.sums, *starts, tables.step, workspace.copies, words.view(torch.int16), words,
+        pool.rows, block_table, seq_lens, segments.table, workspace.partial, workspace.lse,
+        soft_cap * 1.4426950408889634, words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1),
+        block_table.stride(0),
         N=n, TILES=tiles, RATIO=ratio, Q_LEN=q_len,
         D=layout.head_size, U=layout.units, UP=triton.next_power_of_2(parities * layout.units), PARITIES=parities,
         GROUPS=layout.groups, P=layout.block_size, VALUE=layout.value_codes_offset, META=layout.meta_offset,
@@ -610,9 +630,9 @@ def decode_attention(
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
         STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None),
-        RELEASES=supported(query.device), num_warps=1,
+        SINK_LOGITS=sink_logits is not None, RELEASES=supported(query.device), num_warps=1,
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_unit, tables.value_mean, q_len,
-        (n, tiles), out,
+        (n, tiles), out, *starts, sink_logits,
     )  # fmt: skip
