@@ -12,6 +12,7 @@ import torch
 from vllm_oscar import __version__
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
+from vllm_oscar.calibrate.explain import explained
 from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.rope import default_context
 from vllm_oscar.calibrate.search import SAMPLES, search
@@ -42,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", help="folder or hub id of a Hugging Face decoder")
     p.add_argument("--data", help="text, .jsonl or .parquet file (rows with text, or chats with messages); "
                    "without it: text that comes with Python")  # fmt: skip
+    p.add_argument("--tokenizer", metavar="MODEL", help="folder or hub id of one, where the model's own is not with it")
     p.add_argument("--out", type=Path, help="the sidecar; without it: where serving looks for it in the user's cache")
     p.add_argument("--method", choices=("aware", "reference"), default="aware")
     p.add_argument("--per", choices=("head", "layer"), default="head", help="a transform for each KV head, or for all")
@@ -94,7 +96,8 @@ def run(options: argparse.Namespace) -> Sidecar:
     disable_progress_bar()  # ours is the one to look at
     out = options.out or cached_path(options.model, options.revision)
     checkpoint = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    config = AutoConfig.from_pretrained(options.model, **checkpoint)
+    with explained(options.model, "configuration"):
+        config = AutoConfig.from_pretrained(options.model, **checkpoint)
     fingerprint = ModelFingerprint.of(config)
     layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes
     recipe = Recipe.of(
@@ -114,7 +117,9 @@ def run(options: argparse.Namespace) -> Sidecar:
     )
     if options.sequences < 1 or options.length < 2 or options.stride < 1 or (options.context or 1) < 1:
         raise ConfigError("--sequences, --length, --stride and --context must be positive")
-    tokenizer = AutoTokenizer.from_pretrained(options.model, **checkpoint)
+    with explained(options.tokenizer or options.model, "tokenizer", "name one with --tokenizer"):
+        named = {"trust_remote_code": options.trust_remote_code} if options.tokenizer else checkpoint
+        tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **named)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
     logger.info("%d sequences of %d tokens from %s", *data.ids.shape, data.name)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)

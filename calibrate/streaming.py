@@ -25,6 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from vllm_oscar.calibrate.capture import Attention, capturing, replaced_forwards
+from vllm_oscar.calibrate.dequantize import dequantize, quantization
+from vllm_oscar.calibrate.explain import explained
 from vllm_oscar.calibrate.refit import SAMPLES, Keys
 from vllm_oscar.calibrate.rope import as_served, turning_frequencies
 from vllm_oscar.calibrate.self_check import PlainRun
@@ -78,9 +80,9 @@ class Model:
 
         Raises:
             UnsupportedError: its layers cannot be run one by one.
-            CalibrationError: the checkpoint lacks weights.
+            CalibrationError: the checkpoint cannot be read, or lacks weights.
         """
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
         from transformers.utils import is_accelerate_available
 
         if not is_accelerate_available():  # it leaves layers on disk
@@ -92,28 +94,40 @@ class Model:
         if dtype is None:
             kept = getattr(text_config, "dtype", None)
             dtype = kept if kept in (torch.bfloat16, torch.float16) else torch.bfloat16
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        places = _places(skeleton, skeleton.get_decoder(), str(device))
-        # weights whose names or shapes differ between checkpoint and model (experts) are rewritten here
+        checkpoint = _folder(name, revision)
+        settings = quantization(config)
+        # what is quantized, or has other names or shapes in the checkpoint than in the model (experts), is rewritten
         with tempfile.TemporaryDirectory(prefix="vllm_oscar_") as folder:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                name,
-                config=config,
-                device_map=places,
-                offload_folder=folder,
-                dtype=dtype,
-                output_loading_info=True,
-                revision=revision,
-                trust_remote_code=trust_remote_code,
-                attn_implementation="eager",  # the one that does all of what a model asks for, such as soft caps
-            )
+            source: str | Path = name
+            if settings:
+                source = Path(folder) / "dequantized"
+                dequantize(_downloaded(name, revision), source, settings, dtype)
+                for part in (config, text_config):
+                    part.__dict__.pop("quantization_config", None)
+            with torch.device("meta"), explained(name, "model"):
+                auto = _auto_class(config)
+                skeleton = auto.from_config(config, trust_remote_code=trust_remote_code)
+            # what the decoder is inside of may want to know where it is
+            rest = "disk" if isinstance(skeleton.get_decoder(), type(skeleton.base_model)) else str(device)
+            places = _places(skeleton, skeleton.get_decoder(), str(device), rest)
+            with explained(name, "weights"):
+                model, report = auto.from_pretrained(
+                    source,
+                    config=config,
+                    device_map=places,
+                    offload_folder=folder,
+                    dtype=dtype,
+                    output_loading_info=True,
+                    revision=revision,
+                    trust_remote_code=trust_remote_code,
+                    attn_implementation="eager",  # the one that does all of what a model asks for, such as soft caps
+                )
             if missing := sorted(report["missing_keys"]):
                 raise CalibrationError(
                     f"{name} lacks {len(missing)} weights of its model, such as {missing[0]}: transformers would make "
                     "them up. Is the checkpoint whole, and of this architecture?"
                 )
-            yield cls(model.eval().get_decoder(), device, model, _folder(name, revision))
+            yield cls(model.eval().get_decoder(), device, model, checkpoint)
 
     def files(self) -> list[list[Any]]:
         """Name, size, time and inode of each file of the checkpoint: they change where the weights do."""
@@ -136,11 +150,30 @@ class Model:
                 layer.to("meta")
 
 
+def _auto_class(config: Any) -> Any:
+    """transformers' class that makes models of this configuration; some are known as models of images and text only."""
+    import transformers
+
+    with_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if with_images and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
 def _folder(name: str, revision: str | None) -> Path:
     """Where the files of a folder or hub id are."""
     from transformers.utils import cached_file
 
     return Path(name) if Path(name).is_dir() else Path(cached_file(name, "config.json", revision=revision)).parent
+
+
+def _downloaded(name: str, revision: str | None) -> Path:
+    """A checkpoint's folder, with all of it there."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(name, revision=revision, allow_patterns=["*.safetensors", "*.json", "*.py"]))
 
 
 def _layers(decoder: nn.Module) -> nn.ModuleList:
@@ -158,23 +191,25 @@ def cannot_stream(decoder: nn.Module, why: str) -> UnsupportedError:
     )
 
 
-def _places(model: nn.Module, decoder: nn.Module, device: str, prefix: str = "") -> dict[str, str]:
-    """A device map: what the decoder has besides its layers on `device`, everything else on disk.
+def _places(model: nn.Module, decoder: nn.Module, device: str, rest: str, prefix: str = "") -> dict[str, str]:
+    """A device map: what the decoder has besides its layers on `device`, the head on disk unless it is the embedding.
 
-    A head that is the embedding stays with it.
+    Args:
+        rest: for what is beside the decoder, such as a vision tower
     """
     places: dict[str, str] = {}
     embedding = decoder.get_input_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for name, child in model.named_children():
         path = prefix + name
         if child is decoder:
             parts = {part for part, _ in child.named_children()}
             places |= {f"{path}.{part}": "disk" if part == "layers" else device for part in parts}
         elif any(module is decoder for module in child.modules()):
-            places |= _places(child, decoder, device, f"{path}.")
+            places |= _places(child, decoder, device, rest, f"{path}.")
         else:
             tied = any(parameter is embedding.weight for parameter in child.parameters())
-            places[path] = device if tied else "disk"
+            places[path] = device if tied else "disk" if child is head else rest
     return places
 
 

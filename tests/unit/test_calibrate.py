@@ -299,6 +299,74 @@ def test_killed_runs_go_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "killed.state").exists()
 
 
+def remote_code(folder: Path) -> None:
+    """A model whose configuration is code of its own."""
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.OwnConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "configuration_own.py").write_text(
+        "from transformers import LlamaConfig\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+    )
+
+
+def no_tokenizer(folder: Path) -> None:
+    for file in folder.glob("token*"):
+        file.unlink()
+
+
+def broken_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (remote_code, "--trust-remote-code"),
+        (no_tokenizer, "its tokenizer cannot be read"),
+        (broken_weights, "its weights cannot be read"),
+    ],
+)
+def test_checkpoints_that_cannot_be_read_say_what_to_do(
+    fault: Callable[[Path], None], says: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    fault(tmp_path / "model")
+    assert main(command(tmp_path / "model", tmp_path / "a")) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert says in line
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("reason", "says"),
+    [
+        ("GatedRepoError", "accept its terms on https://huggingface.co/org/gated and log in (hf auth login"),
+        ("RepositoryNotFoundError", "neither a folder nor a repository"),
+        ("LocalEntryNotFoundError", "the hub cannot be reached"),
+    ],
+)
+def test_models_of_the_hub_that_cannot_be_read_say_what_to_do(
+    reason: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import errors as hub
+
+    def unreadable(name: str, **options: Any) -> Any:
+        kind = getattr(hub, reason)
+        raise OSError("You cannot have it.\nA screen full of text.") from kind.__new__(kind)
+
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreadable)
+    assert main(command(Path("org/gated"), tmp_path / "a")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: org/gated: ") and says in line
+
+
+def test_a_tokenizer_of_another_folder(checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "model")
+    no_tokenizer(tmp_path / "model")
+    assert main(command(tmp_path / "model", tmp_path / "a", "--tokenizer", str(checkpoint))) == 0
+
+
 def test_two_calibrations_do_not_share_a_state(checkpoint: Path, tmp_path: Path, capsys: Any) -> None:
     """Neither of the same job nor of another: each would read what the other writes."""
     folder = tmp_path / "a.state"

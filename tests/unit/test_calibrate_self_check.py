@@ -32,6 +32,16 @@ def wrapped() -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).float().eval()
 
 
+def wrapped_only() -> Any:
+    """A decoder that transformers knows inside a model of text and images only."""
+    text = BASE | {"model_type": "llama", "tie_word_embeddings": False}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Idefics3Config(text_config=text, vision_config=vision, image_token_id=3, pad_token_id=257)
+    torch.manual_seed(0)
+    return transformers.AutoModelForImageTextToText.from_config(config).float().eval()
+
+
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "untied head": (lambda: tiny("llama", tie_word_embeddings=False), {}),
     "tied head": (lambda: tiny("llama", tie_word_embeddings=True), {}),
@@ -40,6 +50,7 @@ MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "fused experts": (lambda: tiny("qwen3_moe"), {}),
     "experts with biases, sinks": (lambda: tiny("gpt_oss"), {}),
     "text and images": (wrapped, {}),
+    "images first of all": (wrapped_only, {}),
 }
 
 
@@ -66,9 +77,8 @@ def test_streamed_models_are_their_checkpoints(kind: str, tmp_path: Path, monkey
     monkeypatch.setattr(PlainRun, "compare_logits", lambda self, found: (seen.append(found), logits(self, found)))
     run(tmp_path)
     assert compared == [0, 1, 2]
-    plain = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", dtype=torch.float32, attn_implementation="eager"
-    )
+    auto = transformers.AutoModelForImageTextToText if "images" in kind else transformers.AutoModelForCausalLM
+    plain = auto.from_pretrained(tmp_path / "model", dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         expected = plain.eval()(input_ids=tokens(2, 48)[:1]).logits[0]
     torch.testing.assert_close(seen[0], expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
