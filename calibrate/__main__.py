@@ -18,7 +18,7 @@ from vllm_oscar.calibrate.rope import default_context
 from vllm_oscar.calibrate.search import SAMPLES, search
 from vllm_oscar.calibrate.solve import KEY_CLIP, VALUE_CLIP, VALUE_TARGETS, Recipe, solve
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics
-from vllm_oscar.calibrate.streaming import Model, State, collect
+from vllm_oscar.calibrate.streaming import Model, State, cannot_stream, collect
 from vllm_oscar.errors import CalibrationError, ConfigError, OscarError
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import (
@@ -162,6 +162,7 @@ def calibrate(
     Raises:
         ConfigError: no sequence is longer than sink + window, so that none reads INT2.
         CalibrationError: what was measured is not the checkpoint's model.
+        UnsupportedError: the model cannot be measured.
     """
     from tqdm import tqdm
 
@@ -203,6 +204,8 @@ def calibrate(
             if which:
                 logger.info("layer %d: plain Hadamard for %s of heads %s, as no INT2 token counts there",
                             index, {"k": "keys", "v": "values"}[letter], which)  # fmt: skip
+    if not solved:
+        raise cannot_stream(model.decoder, "has no attention that transformers lets us look at")
     if unknown and recipe.context > length:
         logger.warning(
             "no fixed RoPE frequencies were found for layers %s: their keys are calibrated for contexts of %d tokens; "

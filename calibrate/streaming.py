@@ -107,6 +107,7 @@ class Model:
             with torch.device("meta"), explained(name, "model"):
                 auto = _auto_class(config)
                 skeleton = auto.from_config(config, trust_remote_code=trust_remote_code)
+            _layers(skeleton.get_decoder())
             # what the decoder is inside of may want to know where it is
             rest = "disk" if isinstance(skeleton.get_decoder(), type(skeleton.base_model)) else str(device)
             places = _places(skeleton, skeleton.get_decoder(), str(device), rest)
@@ -177,6 +178,7 @@ def _downloaded(name: str, revision: str | None) -> Path:
 
 
 def _layers(decoder: nn.Module) -> nn.ModuleList:
+    """Raises UnsupportedError where they cannot be found."""
     layers = getattr(decoder, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise cannot_stream(decoder, "keeps its layers in another way than as `layers`")

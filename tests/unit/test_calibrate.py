@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.unit.tiny_models import FAMILIES, tiny, tokens  # noqa: E402
+from tests.unit.tiny_models import BASE, FAMILIES, tiny, tokens  # noqa: E402
 from vllm_oscar import errors  # noqa: E402
 from vllm_oscar.cache_layer import CacheLayer  # noqa: E402
 from vllm_oscar.calibrate.__main__ import calibrate, main  # noqa: E402
@@ -297,6 +298,51 @@ def test_killed_runs_go_on(checkpoint: Path, tmp_path: Path, monkeypatch: pytest
     assert len(passes) < 9  # of 3 layers x 3 sequences: finished layers are not done again
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "undisturbed").read_bytes()
     assert not (tmp_path / "killed.state").exists()
+
+
+GEMMA3N = {
+    "vocab_size_per_layer_input": 300, "hidden_size_per_layer_input": 16, "activation_sparsity_pattern": [0.0] * 3,
+    "num_kv_shared_layers": 1, "laurel_rank": 8, "altup_num_inputs": 2, "intermediate_size": [64] * 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 20,
+}  # fmt: skip
+TOKENS = {"vocab_size": 300, "bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
+GPT2 = TOKENS | {"n_layer": 1, "n_head": 2, "n_embd": 128}
+FALCON = TOKENS | {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 128}
+
+
+@pytest.mark.parametrize(("kind", "options"), [("gemma3n_text", BASE | GEMMA3N), ("gpt2", GPT2), ("falcon", FALCON)])
+def test_models_whose_layers_cannot_be_run_one_by_one_are_refused(
+    kind: str, options: dict[str, Any], checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    config = transformers.AutoConfig.for_model(kind, **options)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    assert main(command(model, tmp_path / "a", "--tokenizer", str(checkpoint))) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert "cannot be calibrated; serve it without calibration" in line and '"rotation": "hadamard"' in line
+    assert not (tmp_path / "a").exists()
+
+
+def test_layers_that_are_called_with_more_of_each_text_are_refused(tmp_path: Path) -> None:
+    """By name, too: the first sequence's calls serve for all others."""
+    model = tiny("llama").get_decoder()
+    layers, plain = Model(model, torch.device("cpu")), model.forward
+
+    def forward(input_ids: torch.Tensor, **options: Any) -> Any:
+        return plain(input_ids=input_ids, per_layer_input=model.embed_tokens(input_ids), **options)
+
+    model.forward = forward
+    with State(tmp_path / "state", {}) as state, pytest.raises(errors.UnsupportedError, match="more of each text"):
+        collect(layers, tokens(2, 48), FAR, state, lambda count: None)
+
+
+def test_a_model_without_attention_to_look_at_leaves_no_sidecar(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("vllm_oscar.calibrate.streaming.capturing", lambda config, observe: nullcontext())
+    assert main(command(checkpoint, tmp_path / "a")) == 1
+    assert "has no attention" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()
 
 
 def remote_code(folder: Path) -> None:
