@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from tests.attacks.limits import cheap
-from vllm_oscar import errors
+from vllm_oscar import cli, errors
 from vllm_oscar.rotation import hadamard
 from vllm_oscar.sidecar import METADATA_KEY, ModelFingerprint, Sidecar, cached_path
 
@@ -155,6 +155,18 @@ def test_containers_that_lie(path: Path, header: bytes, size: int | None) -> Non
     """Headers too large or of no size, offsets outside the file or over each other, sizes that overflow."""
     path.write_bytes(struct.pack("<Q", len(header) if size is None else size) + header + b"\0" * 64)
     refuse(path, errors.SidecarCorruptError)
+
+
+def test_inspect_shows_nothing_that_a_terminal_acts_on(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`oscar inspect` is what SECURITY.md tells to look at strange files with."""
+    calibration = {"data": "\x1b]0;title\x07\x1b[2J", "\x1b[31mred": 1, "long": "x" * 1_000_000}
+    architecture = {"fingerprint": DESCRIPTION["fingerprint"] | {"architecture": "llama\x1b[8m"}}
+    write(path, calibration=calibration, **architecture)
+    with cheap():
+        assert cli.main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "title" in shown and "red" in shown
+    assert all(line.isprintable() and len(line) < 600 for line in shown.splitlines())
 
 
 class Payload:

@@ -78,15 +78,20 @@ def rows(sidecar: Sidecar) -> list[Row]:
     ]
 
 
+def _printable(text: str) -> str:
+    """Of a file from somewhere: nothing that a terminal would act on, and no more than a few lines."""
+    return (text if text.isprintable() else repr(text))[:500]
+
+
 def table(sidecar: Sidecar, found: Sequence[Row]) -> str:
     """A header about the whole file and a line for each tensor."""
     model = sidecar.fingerprint
     lines = [
-        f"{model.architecture}: {model.num_layers} layers, {model.num_heads} query and {model.num_kv_heads} KV heads "
-        f"of size {model.head_size}",
+        f"{_printable(model.architecture)}: {model.num_layers} layers, {model.num_heads} query and "
+        f"{model.num_kv_heads} KV heads of size {model.head_size}",
         f"method {sidecar.method}, a transform for each {sidecar.per}, groups of {sidecar.group_size}, sink "
         f"{sidecar.sink}, window {sidecar.window}, digest {sidecar.digest[:12]}",
-        *(f"{name}: {value}" for name, value in sidecar.metadata.items() if value is not None),
+        *(_printable(f"{name}: {value}") for name, value in sidecar.metadata.items() if value is not None),
     ]
     if sidecar.absent:
         lines.append(f"layers left out: {', '.join(map(str, sidecar.absent))}")
