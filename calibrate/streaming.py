@@ -35,6 +35,7 @@ from vllm_oscar.errors import CalibrationError, ConfigError, UnsupportedError
 
 WEIGHTS = (".safetensors", ".bin", ".json", ".py")  # files that a model is made of
 _FAR_POSITION = 1 << 24  # beyond every context
+_LOCK = "lock"  # in a state's folder
 
 
 class Model:
@@ -328,9 +329,6 @@ class State:
         return self.folder / f"layer.{layer}.safetensors"
 
 
-_LOCK = "lock"
-
-
 def _locked(folder: Path) -> IO[bytes]:
     """The open lock file of a folder, which is made where it is missing."""
     while True:
@@ -493,10 +491,13 @@ def _fixed(model: Model, calls: Sequence[Call], ids: torch.Tensor) -> list[bool]
         return [False] * len(given)
     position = torch.arange(ids.shape[1], device=model.device)[None]
     position[0, -1] = _FAR_POSITION
-    far = [call.options["position_embeddings"] for call in _record(model, ids, position_ids=position)[0]]
+    far = [call.options.get("position_embeddings") for call in _record(model, ids, position_ids=position)[0]]
     _record(model, ids)  # RoPE that grows with the position is as it was after a short sequence
     return [
-        all(torch.equal(a[..., :-1, :], b[..., :-1, :]) for a, b in zip(_tensors(own), _tensors(other), strict=True))
+        own is not None
+        and all(
+            torch.equal(a[..., :-1, :], b[..., :-1, :]) for a, b in zip(_tensors(own), _tensors(other), strict=True)
+        )
         for own, other in zip(given, far, strict=True)
     ]
 
