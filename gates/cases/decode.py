@@ -9,7 +9,7 @@ from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import Segments, build_segments
-from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.page_layout import KEY_BITS, VALUE_BITS, PageLayout
 
 TURNING = 50.0
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the output, by norm, a query head
@@ -18,7 +18,8 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the
 @dataclass(frozen=True)
 class Case:
     """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average;
-    layers: that the reads are counted for, 0 not to count; saturated, value_size: see `fill`."""
+    layers: that the reads are counted for, 0 not to count; saturated, value_size: see `fill`; bits: of keys
+    and values."""
 
     head_size: int = 128
     group_size: int = 0
@@ -37,6 +38,7 @@ class Case:
     layers: int = 3
     saturated: bool = False
     value_size: float = 1.0
+    bits: tuple[int, int] = (2, 2)
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -44,7 +46,7 @@ class Case:
 
     @property
     def layout(self) -> PageLayout:
-        return PageLayout(self.head_size, self.block_size, self.group_size)
+        return PageLayout(self.head_size, self.block_size, self.group_size, *self.bits)
 
 
 def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache, torch.Tensor]:
@@ -67,7 +69,7 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor,
     device = query.device
     seqs, heads = len(case.lengths), case.kv_heads
     programs = heads * column_tiles(case.q_len, case.ratio)[1]
-    segments = Segments.allocate(seqs + 3, programs, case.head_size, device).for_batch(seqs, programs)
+    segments = Segments.allocate(seqs + 3, programs, cache.layout, device).for_batch(seqs, programs)
     build_segments(cache.seq_lens, case.q_len, cache.table.limits, case.sliding_window, segments)
     workspace = DecodeWorkspace.allocate(
         cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device, cache.table.contract, case.turning > 0
@@ -144,5 +146,29 @@ def gpu_cases() -> list[Case]:
         Case(head_size=64, lengths=(320, 1000), kv_heads=2, dtype=torch.float16, saturated=True),
         Case(lengths=(320, 1000), kv_heads=2, value_size=1e-7),
         Case(head_size=64, lengths=(1001, 1345), kv_heads=2, sliding_window=300),
+    ]
+    combinations = [(k, v) for k in KEY_BITS for v in VALUE_BITS if (k, v) != (2, 2)]
+    cases += [
+        Case(head_size=d, group_size=g, block_size=64, lengths=mixed, kv_heads=2, ratio=r, dtype=dtype, bits=bits)
+        for bits in combinations
+        for d, g, r, dtype in (
+            (128, 0, 4, torch.bfloat16),
+            (128, 32, 7, torch.float16),
+            (64, 0, 7, torch.bfloat16),
+            (80, 0, 4, torch.bfloat16),
+            (256, 0, 8, torch.bfloat16),
+        )
+    ]
+    for bits in combinations:
+        cases += [
+            Case(lengths=(40000, 200, 900, 4000), kv_heads=8, block_size=64, bits=bits),
+            Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=8, sliding_window=600, bits=bits),
+            Case(lengths=long, kv_heads=3, order="head-major", soft_cap=20.0, turning=8, bits=bits),
+            Case(lengths=(150,), block_size=64, order="huge", kv_heads=2, bits=bits),
+        ]
+    cases += [
+        Case(head_size=64, group_size=32, lengths=mixed, kv_heads=2, block_size=64, bits=(3, 2)),
+        Case(head_size=96, lengths=mixed, kv_heads=2, bits=(4, 2)),
+        Case(head_size=192, lengths=mixed, kv_heads=2, bits=(3, 4)),
     ]
     return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]

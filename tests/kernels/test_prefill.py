@@ -25,6 +25,11 @@ pytestmark = pytest.mark.kernels
         Case(80, requests=((31, 9),), turning=1),
         Case(64, kv_heads=3, layers=0),
         Case(requests=((100, 40),), saturated=True),
+        Case(bits=(2, 4), kv_heads=3),
+        Case(64, bits=(3, 2), kv_heads=2, turning=3),
+        Case(80, bits=(3, 4), block_size=64),
+        Case(bits=(4, 2), group_size=32, order="head-major"),
+        Case(64, 32, bits=(4, 4), block_size=64),
     ],
     ids=str,
 )

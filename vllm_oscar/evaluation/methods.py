@@ -55,7 +55,7 @@ def least_squares_keys(calibrated: Sidecar) -> Sidecar:
     """The same transforms with the cheap key encoder."""
 
     def cheaper(layer: LayerCalibration) -> LayerCalibration:
-        return replace(layer, key=replace(layer.key, encoder="ls", gain=LS_KEY_GAIN, metric=None))
+        return replace(layer, key=replace(layer.key, encoder="ls", gain=LS_KEY_GAIN[layer.key.bits], metric=None))
 
     return replace(calibrated, layers={index: cheaper(layer) for index, layer in calibrated.layers.items()})
 

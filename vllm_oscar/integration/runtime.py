@@ -6,7 +6,7 @@ a process may hold several engines and nothing of ours is global.
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,8 +68,7 @@ class OscarRuntime:
     def __init__(self, vllm_config: "VllmConfig") -> None:
         self.config, self.sidecar, path = asked_for(vllm_config, rank_heads)
         self.vllm_config = vllm_config
-        model = self.sidecar.fingerprint
-        choose_block_size(vllm_config.cache_config, PageLayout(model.head_size, 16, self.sidecar.group_size))
+        choose_block_size(vllm_config.cache_config, self.sidecar.layouts(64))
         # vLLM's own number becomes that of the smallest blocks later, where layers in 16 bits have smaller ones
         self.block_size: int = vllm_config.cache_config.block_size
         self._log_sidecar(path)
@@ -117,10 +116,6 @@ class OscarRuntime:
                 sidecar.sink,
                 sidecar.window,
             )
-
-    def layout(self, head_size: int) -> PageLayout:
-        """Pages of a layer of this engine."""
-        return PageLayout(head_size, self.block_size, self.sidecar.group_size)
 
     def contract(self) -> HotContract:
         return HotContract(self.config.sink, self.config.window, self.block_size)
@@ -386,7 +381,7 @@ def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> 
     vllm_config.additional_config = {**given, "oscar_in_use": {**asdict(options), "digest": digest}}
 
 
-def choose_block_size(cache_config: Any, layout: PageLayout) -> None:
+def choose_block_size(cache_config: Any, layouts: Iterable[PageLayout]) -> None:
     """Set the block size that the layers are built for, unless the user did.
 
     vLLM asks a backend too (Platform.update_block_size_for_backend), but after the layers are loaded, and it may ask
@@ -394,12 +389,13 @@ def choose_block_size(cache_config: Any, layout: PageLayout) -> None:
     size even so, until a page holds the smallest block of such a layer; we begin there.
 
     Args:
-        layout: of some block size
+        layouts: of the layers, with blocks of some size
     """
     if cache_config.user_specified_block_size:
         return
     size = OscarBackend.get_preferred_block_size(cache_config.block_size)
     if cache_config.kv_cache_dtype_skip_layers and asks_for_pages():
+        layout = min(layouts, key=lambda layout: layout.token_bytes)
         while size * layout.token_bytes < SMALLEST_16_BIT_BLOCK[current_platform.is_cpu()] * 4 * layout.head_size:
             size *= 2
     cache_config.block_size = size
