@@ -115,7 +115,7 @@ class OscarImpl(AttentionImpl[Any]):
             target.is_shared = True
             self.target, self.cache_layer, self.pool = target, target.cache_layer, target.pool
             self.layout = self.cache_layer.layout
-            module.attn_backend = OscarBackend.of(self.layout)
+            module.attn_backend = self.backend
             return
         device: torch.device = module.get_buffer("_k_scale").device
         self.runtime.plan_pool(device)
@@ -133,7 +133,7 @@ class OscarImpl(AttentionImpl[Any]):
             self.runtime.config.key_encoder,
         )
         self.layout = self.cache_layer.layout
-        module.attn_backend = OscarBackend.of(self.layout)
+        module.attn_backend = self.backend
         with lost_in_sleep():  # its copies prove nothing then
             self.pool = HotPool.allocate(
                 self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
