@@ -237,6 +237,13 @@ class Sidecar:
         bits = [layout.bits_per_element for layout in self.layouts(64)]  # the same for every block size
         return sum(bits) / len(bits)
 
+    @property
+    def bits_in_words(self) -> str:
+        """The same, and the layers' least and most where they differ, for people."""
+        bits = [layout.bits_per_element for layout in self.layouts(64)]
+        ranging = f" ({min(bits):.4g} to {max(bits):.4g})" if min(bits) < max(bits) else ""
+        return f"{self.bits_per_element:.4g} bits{ranging}"
+
     @classmethod
     def hadamard(
         cls, fingerprint: ModelFingerprint, group_size: int = 0, sink: int = 64, window: int = 256

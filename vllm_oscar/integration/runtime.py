@@ -6,6 +6,7 @@ a process may hold several engines and nothing of ours is global.
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
-from vllm_oscar.integration.refusal import refuse_other_layers, refuse_unsupported_engine
+from vllm_oscar.integration.refusal import refuse_other_layers, refuse_pages_of_several_sizes, refuse_unsupported_engine
 from vllm_oscar.integration.seams import asks_for_pages
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
@@ -211,11 +212,13 @@ class OscarRuntime:
             ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
         logger.info(
-            "OSCAR %s, %s: %d layers in INT2, %d not; %s bytes a token in the former, %s with 16 bits%s; sidecar %s",
+            "OSCAR %s, %s: %d layers in INT2, %d not; %s an element and %s bytes a token in the former, %s with 16 bits%s; "
+            "sidecar %s",
             __version__,
             kernels,
             len(ours),
             len(impls) - len(ours),
+            self.sidecar.bits_in_words,
             f"{int2:,}",
             f"{bf16:,}",
             room,
@@ -284,7 +287,13 @@ class OscarRuntime:
         tables = list(self._tables.values())
         used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).amax()
         limits = torch.stack([table.limits for table in tables]).amin(0).long()
-        evicted = torch.cat([table.evictions for table in tables]).sum()
+        # layers of one KV-cache group with pages of several layouts have tables of the same content
+        by_layout = defaultdict(list)
+        for name, table in self._tables.items():
+            by_layout[self.vllm_config.compilation_config.static_forward_context[name].impl.layout].append(
+                table.evictions
+            )
+        evicted = torch.stack([torch.cat(evictions).sum() for evictions in by_layout.values()]).amax()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
         return torch.cat(
             [used[None], limits, torch.stack([evicted, shrunk]), self.counters.saturated_rows, self.counters.reads]
@@ -352,7 +361,9 @@ def asked_for(
     if options.rotation == "hadamard":
         return options, Sidecar.hadamard(fingerprint), None
     path = find_sidecar(model.model, options.sidecar, model.revision)
-    return options, Sidecar.load(path, fingerprint, held(fingerprint)), path
+    sidecar = Sidecar.load(path, fingerprint, held(fingerprint))
+    refuse_pages_of_several_sizes(vllm_config, {layout.token_bytes for layout in sidecar.layouts(64)})
+    return options, sidecar, path
 
 
 def calibrate_if_missing(vllm_config: "VllmConfig") -> None:
