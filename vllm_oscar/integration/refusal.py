@@ -113,8 +113,8 @@ def refuse_pages_of_several_sizes(vllm_config: "VllmConfig", token_bytes: set[in
     """
     refuse(
         len(token_bytes) > 1 and len(set(_layer_types(vllm_config))) > 1,
-        "a sidecar whose layers have different numbers of bits where only some layers have a sliding window: vLLM would "
-        "make all pages as large as the largest",
+        "a sidecar whose layers have different numbers of bits where only some layers have a sliding window: vLLM "
+        "would make all pages as large as the largest",
         "calibrate with the same bits for all layers (oscar calibrate --bits k3v2)",
     )
 

@@ -212,8 +212,8 @@ class OscarRuntime:
             ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
         logger.info(
-            "OSCAR %s, %s: %d layers in INT2, %d not; %s an element and %s bytes a token in the former, %s with 16 bits%s; "
-            "sidecar %s",
+            "OSCAR %s, %s: %d layers in INT2, %d not; %s an element and %s bytes a token in the former, "
+            "%s with 16 bits%s; sidecar %s",
             __version__,
             kernels,
             len(ours),
@@ -288,11 +288,10 @@ class OscarRuntime:
         used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).amax()
         limits = torch.stack([table.limits for table in tables]).amin(0).long()
         # layers of one KV-cache group with pages of several layouts have tables of the same content
+        layers = self.vllm_config.compilation_config.static_forward_context
         by_layout = defaultdict(list)
         for name, table in self._tables.items():
-            by_layout[self.vllm_config.compilation_config.static_forward_context[name].impl.layout].append(
-                table.evictions
-            )
+            by_layout[layers[name].impl.layout].append(table.evictions)
         evicted = torch.stack([torch.cat(evictions).sum() for evictions in by_layout.values()]).amax()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
         return torch.cat(
