@@ -212,13 +212,13 @@ class OscarRuntime:
             ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
         logger.info(
-            "OSCAR %s, %s: %d layers in INT2, %d not; %s an element and %s bytes a token in the former, "
-            "%s with 16 bits%s; sidecar %s",
+            "OSCAR %s, %s: %d layers with %s an element, %d not; %s bytes a token in the former, %s with 16 bits%s; "
+            "sidecar %s",
             __version__,
             kernels,
             len(ours),
-            len(impls) - len(ours),
             self.sidecar.bits_in_words,
+            len(impls) - len(ours),
             f"{int2:,}",
             f"{bf16:,}",
             room,
