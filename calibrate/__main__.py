@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,10 +55,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--window", type=int, default=256, help="last tokens that serving keeps in BF16")
     p.add_argument("--stride", type=int, default=4, help="aware: look at every n-th query")
     p.add_argument("--group-size", type=int, default=0, help="channels that share a scale; 0: the whole head")
+    p.add_argument("--bits", default="k2v2", metavar="kNvM", help="of keys, 2, 3 or 4, and values, 2 or 4; k2v2 makes "
+                   "the smallest cache, k4v4 the most exact")  # fmt: skip
     p.add_argument("--key-encoder", choices=ENCODERS, help="aware: metric; reference: minmax")
     p.add_argument("--value-encoder", choices=("ls", "minmax"), help="aware: ls; reference: minmax")
-    p.add_argument("--key-gain", type=float, help="aware: 1.0375 (ls keys: 1.1); reference: 1")
-    p.add_argument("--value-gain", type=float, help="aware: 1.1; reference: 1")
+    p.add_argument("--key-gain", type=float, help="aware, 2 bits: 1.0375 (ls keys: 1.1), less with more; reference: 1")
+    p.add_argument("--value-gain", type=float, help="aware, 2 bits: 1.1, less with more; reference: 1")
     p.add_argument("--key-clip", type=float, default=KEY_CLIP, help="of minmax")
     p.add_argument("--value-clip", type=float, default=VALUE_CLIP, help="of minmax")
     p.add_argument("--search", action="store_true", help="instead of these gains and clips: for each layer those that "
@@ -74,6 +77,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the checkpoint")
     p.add_argument("--no-resume", action="store_true", help="do not go on from a calibration that was killed")
     return p
+
+
+def bits(text: str) -> tuple[int, int]:
+    """Of keys and of values, from what `--bits` says.
+
+    Raises:
+        ConfigError: it is not of that form.
+    """
+    if found := re.fullmatch(r"k(\d)v(\d)", text):
+        return int(found[1]), int(found[2])
+    raise ConfigError(f"--bits {text}: say k2v2, k3v2, k4v2, k2v4, k3v4 or k4v4")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,13 +113,17 @@ def run(options: argparse.Namespace) -> Sidecar:
     with explained(options.model, "configuration"):
         config = AutoConfig.from_pretrained(options.model, **checkpoint)
     fingerprint = ModelFingerprint.of(config)
-    layout = PageLayout(fingerprint.head_size, block_size=16, group_size=options.group_size)  # refuses odd sizes
+    key_bits, value_bits = bits(options.bits)
+    # refuses odd sizes
+    layout = PageLayout(fingerprint.head_size, 64, options.group_size, key_bits, value_bits)
     recipe = Recipe.of(
         options.method,
         options.key_encoder,
         options.value_encoder,
         per=options.per,
         group_size=layout.group_size,
+        key_bits=key_bits,
+        value_bits=value_bits,
         value_target=options.value_target,
         key_gain=options.key_gain,
         value_gain=options.value_gain,

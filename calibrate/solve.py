@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_oscar.cache_layer import LS_KEY_GAIN
 from vllm_oscar.calibrate.rope import Moments, key_moments
 from vllm_oscar.calibrate.statistics import LayerStatistics
 from vllm_oscar.errors import ConfigError
@@ -15,7 +16,11 @@ VALUE_TARGETS = {"weighted": "value_weighted", "output": "value_output", "plain"
 KEY_CLIP, VALUE_CLIP = 0.96, 0.92  # of the paper
 # measured: least squares shrinks what INT2 gives against the BF16 tokens beside it. Refitted keys would like 1.025 for
 # prose, 1.05 for text that repeats
-GAINS = {("k", "metric"): 1.0375, ("k", "ls"): 1.10, ("v", "ls"): 1.10}
+GAINS = {
+    ("k", "metric"): {2: 1.0375, 3: 1.01, 4: 1.0025},
+    ("k", "ls"): LS_KEY_GAIN,
+    ("v", "ls"): {2: 1.10, 4: 1.005},
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Recipe:
         search: gains and clips are those that `calibrate.search` finds for each layer, where it finds any
         context: tokens of the longest context, whose statistics keys get (`rope`); 0: those of the sequences
         turning_pairs: RoPE pairs whose mean may turn with the position, at most
+        key_bits, value_bits: of a code
     """
 
     method: str
@@ -49,6 +55,8 @@ class Recipe:
     search: bool = False
     context: int = 0
     turning_pairs: int = MAX_TURNING_PAIRS
+    key_bits: int = 2
+    value_bits: int = 2
 
     @classmethod
     def of(cls, method: str, key_encoder: str | None = None, value_encoder: str | None = None, **more: Any) -> "Recipe":
@@ -77,13 +85,14 @@ class Recipe:
         return self.aware and self.key_encoder == "metric"
 
     def settings(self, letter: str) -> dict[str, Any]:
-        """Encoder, gain and clip of "k" or "v"."""
+        """Encoder, gain, clip and bits of "k" or "v"."""
         encoder = self.key_encoder if letter == "k" else self.value_encoder
         gain = self.key_gain if letter == "k" else self.value_gain
+        bits = self.key_bits if letter == "k" else self.value_bits
         if gain is None:
-            gain = GAINS.get((letter, encoder), 1.0) if self.aware else 1.0
+            gain = GAINS[letter, encoder][bits] if self.aware and encoder != "minmax" else 1.0
         clip = {"k": self.key_clip, "v": self.value_clip}[letter] if encoder == "minmax" else 1.0
-        return {"encoder": encoder, "gain": float(gain), "clip": float(clip)}
+        return {"encoder": encoder, "gain": float(gain), "clip": float(clip), "bits": bits}
 
 
 @single_threaded()

@@ -12,7 +12,7 @@ import torch
 from vllm_oscar.attention import attend, read_rows
 from vllm_oscar.integration.runtime import _WATCH_EVERY
 from vllm_oscar.kernels.encode_metric import _EVERY, BATCH
-from vllm_oscar.page_layout import KEY, PageViews, unpack
+from vllm_oscar.page_layout import KEY, PageViews
 from vllm_oscar.quantizer import encode_ls
 
 # Relative errors, by norm. Rounding a decode's output to BF16 costs 0.002; a prefill restores history to BF16 rows,
@@ -207,7 +207,7 @@ class Reencoding:
 
     def __init__(self) -> None:
         self._copies: dict[int, torch.Tensor] = {}  # of each layer (tokens of all pages, heads, D), NaN where none is
-        self._first: dict[int, torch.Tensor] = {}  # likewise (tokens, heads, bytes): the codes they were written with
+        self._first: dict[int, torch.Tensor] = {}  # likewise (tokens, heads, D): the codes they were written with
         self._codecs: dict[int, Any] = {}
         self._found: list[tuple[int, int, int, torch.Tensor, torch.Tensor]] = []
 
@@ -219,18 +219,18 @@ class Reencoding:
         if number not in self._copies:
             blocks, heads = views.meta.shape[:2]
             self._copies[number] = impl.pool.rows.new_full((blocks * p, heads, impl.head_size), float("nan"))
-            self._first[number] = views.codes[KEY].new_zeros((blocks * p, heads, views.codes[KEY].shape[-1]))
+            self._first[number] = torch.zeros_like(self._copies[number], dtype=torch.uint8)
             self._codecs[number] = copy.deepcopy(impl.cache_layer.key)
         place, hot = step.slot_mapping, step.hot_slot_mapping
         written = (place >= 0) & (hot >= 0)
         rows = impl.pool.rows[hot[written] // p, :, KEY, hot[written] % p]
-        self._first[number][place[written]] = views.codes[KEY][place[written] // p, :, place[written] % p]
+        self._first[number][place[written]] = views.codes(KEY, (place[written] // p, slice(None), place[written] % p))
         # beside a prefill decodes are encoded in the metric at once
         self._copies[number][place[written]] = torch.full_like(rows, float("nan")) if step.calls else rows
         for request, after in enumerate(step.seq_lens.tolist()[: 0 if step.calls else step.num_decodes]):
             token = torch.arange(after, device=place.device)
             block = step.block_table[request, token // p].long()
-            codes = views.codes[KEY][block, :, token % p]
+            codes = views.codes(KEY, (block, slice(None), token % p))
             window = int(step.table.limits[1])
             self._found.append((number, after, window, block * p + token % p, codes))
 
@@ -240,19 +240,19 @@ class Reencoding:
         wanted = {}
         for number, copies in self._copies.items():
             codec, known = self._codecs[number], ~copies.isnan().any(-1).any(-1)
-            by_either = torch.full((2, *copies.shape), 4, dtype=torch.uint8, device=copies.device)
+            by_either = torch.full((2, *copies.shape), 1 << codec.bits, dtype=torch.uint8, device=copies.device)
             by_either[0, known] = codec.encode(copies[known]).codes
-            by_either[1, known] = encode_ls(copies[known], codec.group_size).codes
+            by_either[1, known] = encode_ls(copies[known], codec.group_size, levels=codec.levels).codes
             wanted[number] = known, by_either
-        for number, after, window, places, packed in self._found:
+        for number, after, window, places, codes in self._found:
             known, by_either = wanted[number]
             token = known[places].nonzero()[:, 0]
             if not token.numel():
                 continue
             here = places[token]
-            again = (packed[token] != self._first[number][here]).any(-1)  # (tokens, heads)
+            again = (codes[token] != self._first[number][here]).any(-1)  # (tokens, heads)
             not_yet = ~again & (by_either[0, here] != by_either[1, here]).any(-1)
-            same = by_either[:, here] == unpack(packed[token])
+            same = by_either[:, here] == codes[token]
             agreement.append(torch.where(again[..., None], same[0], same[1]).float().mean(-1).flatten())
             out.metric += int(again.sum())
             out.least += int(not_yet.sum())

@@ -10,7 +10,7 @@ import torch
 
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
-from vllm_oscar.page_layout import KEY, VALUE, PageLayout, pack
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout
 from vllm_oscar.quantizer import MAX_VALUE_SCALE, encode_ls, sanitised
 from vllm_oscar.rotation import Transform
 from vllm_oscar.turning import TurningMean
@@ -117,9 +117,9 @@ def fill(
         rows = sanitised(rows)[0].to(dtype)
         token = torch.arange(length, device=device)
         at, off = own[token // p].long(), token % p
-        for which in (KEY, VALUE):
-            encoded = encode_ls(rows[which], layout.group_size, max_scale=MAX_VALUE_SCALE)
-            views.codes[which][at, :, off] = pack(encoded.codes)
+        for which, bits in ((KEY, layout.key_bits), (VALUE, layout.value_bits)):
+            encoded = encode_ls(rows[which], layout.group_size, max_scale=MAX_VALUE_SCALE, levels=1 << bits)
+            views.store(which, (at, slice(None), off), encoded.codes)
             views.meta[at, :, off, which] = torch.stack([encoded.scale, encoded.offset], -1)
 
         slots = (own - 1).int()  # any injective choice

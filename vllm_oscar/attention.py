@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, page_words
-from vllm_oscar.page_layout import KEY, VALUE, PageViews, unpack
+from vllm_oscar.page_layout import KEY, VALUE, PageViews
 from vllm_oscar.quantizer import decode
 from vllm_oscar.rotation import Transform
 
@@ -92,7 +92,7 @@ def read_rows(
 
     def rows(which: int) -> torch.Tensor:
         pair = meta[..., which, :, :]
-        decoded = decode(unpack(views.codes[which][blocks]), pair[..., 0], pair[..., 1])  # (blocks, heads, P, D)
+        decoded = decode(views.codes(which, blocks), pair[..., 0], pair[..., 1])  # (blocks, heads, P, D)
         # heads outermost in memory, as the products below read them
         return decoded.transpose(0, 1).flatten(1, 2)[:, :tokens].transpose(0, 1)
 

@@ -10,7 +10,7 @@ import torch
 from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.errors import PoolError
 from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, page_words
-from vllm_oscar.page_layout import KEY, VALUE, PageViews, unpack
+from vllm_oscar.page_layout import KEY, VALUE, PageViews
 from vllm_oscar.quantizer import decode, encode_ls
 
 ENVIRONMENT_VARIABLE = "VLLM_OSCAR_AUDIT"
@@ -82,7 +82,7 @@ def _encoded_from(copy: torch.Tensor, codec: RowCodec, page: torch.Tensor) -> to
     size = codec.group_size
     forms = [codec.encode(copy)]
     if codec.metric is not None:  # a decode step of the kernels writes least-squares codes first
-        forms.append(encode_ls(copy, size, codec.first_gain, codec.max_scale))
+        forms.append(encode_ls(copy, size, codec.first_gain, codec.max_scale, codec.levels))
     same = torch.zeros(copy.shape[:2], dtype=torch.bool, device=copy.device)
     for form in forms:
         row = decode(form.codes, form.scale, form.offset)
@@ -106,7 +106,7 @@ def check_copies(table: SlotTable, pool: HotPool, views: PageViews, cache_layer:
     proven = (pool.words[slots] == page_words(meta)).all(-1)  # (slots, heads, P)
     for which, codec, name in ((KEY, cache_layer.key, "key"), (VALUE, cache_layer.value, "value")):
         pair = meta[..., which, :, :]
-        page = decode(unpack(views.codes[which][blocks]), pair[..., 0], pair[..., 1])
+        page = decode(views.codes(which, blocks), pair[..., 0], pair[..., 1])
         copy = pool.rows[slots][:, :, which].float()
         right = ~proven | ((page - copy).square().sum(-1) <= copy.square().sum(-1))  # (slots, heads, P)
         slot, offset = (~right).any(1).nonzero().unbind(1)

@@ -10,7 +10,7 @@ import torch
 from vllm_oscar import quantizer
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotPool
-from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews, pack
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews
 from vllm_oscar.quantizer import (
     FP16_MAX,
     MAX_VALUE_SCALE,
@@ -24,12 +24,13 @@ from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
 
 logger = logging.getLogger("vllm.oscar")
 
-LS_KEY_GAIN = 1.10  # least squares shrinks keys more than the metric encoder does (docs/quality.md)
+# by bits: least squares shrinks keys more than the metric encoder does (docs/quality.md)
+LS_KEY_GAIN = {2: 1.10, 3: 1.03, 4: 1.01}
 
 
-def _ls_gain(gain: float) -> float:
+def _ls_gain(gain: float, bits: int) -> float:
     """Of keys that were calibrated with this one for the metric encoder; the reference's transforms have none."""
-    return LS_KEY_GAIN if gain > 1 else gain
+    return LS_KEY_GAIN[bits] if gain > 1 else gain
 
 
 @cache
@@ -56,6 +57,7 @@ class RowCodec:
         gain: decode-side stretch
         clip: for `minmax`
         max_scale: bound of the scale
+        bits: of a code
         metric: tables of the `metric` encoder
     """
 
@@ -66,6 +68,7 @@ class RowCodec:
     clip: float
     max_scale: float
     metric: Metric | None
+    bits: int = 2
 
     @classmethod
     def of(
@@ -78,7 +81,7 @@ class RowCodec:
         """
         gain = calibration.gain
         if encoder == "ls" and calibration.encoder == "metric":
-            gain = _ls_gain(gain)
+            gain = _ls_gain(gain, calibration.bits)
         encoder = encoder or calibration.encoder
         metric = None
         if encoder == "metric":
@@ -96,22 +99,28 @@ class RowCodec:
             calibration.clip,
             max_scale,
             metric,
+            calibration.bits,
         )
+
+    @property
+    def levels(self) -> int:
+        """Codes are 0 .. levels - 1."""
+        return 1 << self.bits
 
     @property
     def first_gain(self) -> float:
         """Of the codes that the write kernel makes: least-squares ones too where the metric encoder comes later."""
-        return self.gain if self.metric is None else _ls_gain(self.gain)
+        return self.gain if self.metric is None else _ls_gain(self.gain, self.bits)
 
     def encode(self, y: torch.Tensor) -> Encoded:
         """Rows y (tokens, heads, D) in the pool's dtype -> codes."""
         encoders = _encoders(y.device.type)
         if self.encoder == "metric":
             assert self.metric is not None
-            return encoders.encode_metric(y, self.metric, self.group_size, self.gain, self.max_scale)
+            return encoders.encode_metric(y, self.metric, self.group_size, self.gain, self.max_scale, self.levels)
         if self.encoder == "minmax":
-            return encode_minmax(y, self.group_size, self.clip, self.max_scale)
-        return encoders.encode_ls(y, self.group_size, self.gain, self.max_scale)
+            return encode_minmax(y, self.group_size, self.clip, self.max_scale, self.levels)
+        return encoders.encode_ls(y, self.group_size, self.gain, self.max_scale, self.levels)
 
 
 @dataclass(frozen=True)
@@ -124,13 +133,19 @@ class CacheLayer:
 
     @classmethod
     def of(
-        cls, calibration: LayerCalibration, layout: PageLayout, dtype: torch.dtype, key_encoder: str | None = None
+        cls,
+        calibration: LayerCalibration,
+        block_size: int,
+        group_size: int,
+        dtype: torch.dtype,
+        key_encoder: str | None = None,
     ) -> "CacheLayer":
-        """Prepare a layer of a sidecar for a run in `dtype`."""
+        """Prepare a layer of a sidecar for a run in `dtype` with blocks of so many tokens."""
+        key, value = calibration.key, calibration.value
         return cls(
-            layout,
-            RowCodec.of(calibration.key, layout.group_size, dtype, FP16_MAX, key_encoder),
-            RowCodec.of(calibration.value, layout.group_size, dtype, MAX_VALUE_SCALE, None),
+            calibration.layout(block_size, group_size),
+            RowCodec.of(key, group_size, dtype, FP16_MAX, key_encoder),
+            RowCodec.of(value, group_size, dtype, MAX_VALUE_SCALE, None),
         )
 
     def write(
@@ -164,7 +179,7 @@ class CacheLayer:
         for which, codec, rows in ((KEY, self.key, key), (VALUE, self.value, value)):
             y = codec.transform.forward(rows[stored], position[stored]).to(pool.rows.dtype)
             encoded = codec.encode(y)
-            views.codes[which][block, :, offset] = pack(encoded.codes)
+            views.store(which, (block, slice(None), offset), encoded.codes)
             views.meta[block, :, offset, which] = torch.stack([encoded.scale, encoded.offset], -1)
             pool.rows[slot, :, which, hot_offset] = sanitised(y[hot])[0].to(pool.rows.dtype)
             saturated += encoded.saturated

@@ -35,6 +35,12 @@ def _sanitised_bits(dtype: torch.dtype) -> np.ndarray:
     return sanitised(_numbers(dtype))[0].to(dtype).view(torch.int16).numpy()
 
 
+def _planes(views: PageViews, which: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Of keys' or values' codes: int16 (blocks, heads, P, D/8), the rest as uint8 (..., bytes) or none, the bits."""
+    words, *rest = views.planes[which]
+    return words.view(torch.int16).numpy(), (rest or [words[..., :0]])[0].numpy(), views.bits(which)
+
+
 def write(
     layer: CacheLayer,
     views: PageViews,
@@ -61,7 +67,7 @@ def write(
             y.view(torch.int16).numpy(),
             slot_mapping.numpy(),
             hot_slot_mapping.numpy(),
-            views.codes[which].view(torch.int16).numpy(),
+            *_planes(views, which),
             page_words(views.meta).numpy(),
             pool.rows.view(torch.int16).numpy(),
             pool.words.numpy(),
@@ -72,24 +78,35 @@ def write(
 
 
 @compiled
-def _write_rows(which, codes, pairs, y, slots, hot_slots, page_codes, words, copies, copied_words, sanitised_bits):
+def _write_rows(
+    which, codes, pairs, y, slots, hot_slots, page_codes, rest, bits, words, copies, copied_words, sanitised_bits
+):
     """Args:
     codes: uint8 (tokens, heads, D)
     pairs: int32 (tokens, heads, groups), scale and offset as float16
     y: int16 (tokens, heads, D), bits of the rows that become copies
     slots, hot_slots: int64 (tokens,), places in pages and copies; -1 for none in the latter
-    page_codes, words, copies, copied_words: written, see `_read_rows`
+    page_codes, rest, words, copies, copied_words: written, see `_read_rows`
+    bits: of a code
     """
     tokens, heads, size = codes.shape
+    in_words = 16 // bits
     block_size, groups, units = words.shape[2], pairs.shape[2], size // 8
     for token in range(tokens):
         block, at = slots[token] // block_size, slots[token] % block_size
         for head in range(heads):
             for unit in range(units):
                 word = 0
-                for position in range(8):
-                    word |= np.int64(codes[token, head, unit + units * position]) << (2 * position)
+                for position in range(min(8, in_words)):
+                    word |= np.int64(codes[token, head, unit + units * position]) << (bits * position)
+                more = 0
+                for position in range(in_words, 8):
+                    more |= np.int64(codes[token, head, unit + units * position]) << (bits * (position - in_words))
+                if bits == 3:
+                    word |= more >> 8 << 15
                 page_codes[block, head, at, unit] = np.int16(word)
+                for i in range(bits - 2):
+                    rest[block, head, at, (bits - 2) * unit + i] = np.uint8((more >> (8 * i)) & 0xFF)
             for group in range(groups):
                 words[block, head, at, which * groups + group] = pairs[token, head, group]
             if hot_slots[token] >= 0:
@@ -115,8 +132,8 @@ def read_rows(
     rows = torch.zeros(2, heads, tokens, size)
     hot = torch.zeros(tokens, heads, dtype=torch.bool)
     _read_rows(
-        views.codes[KEY].view(torch.int16).numpy(),
-        views.codes[VALUE].view(torch.int16).numpy(),
+        _planes(views, KEY),
+        _planes(views, VALUE),
         page_words(views.meta).numpy(),
         pool.rows.view(torch.int16).numpy(),
         pool.words.numpy(),
@@ -151,7 +168,7 @@ def _read_rows(
     hot,
 ):
     """Args:
-    key_codes, value_codes: int16 (blocks, heads, P, D/8), units of 8 codes
+    key_codes, value_codes: see `_planes`
     words, copied_words: int32 (blocks or slots, heads, P, 2 * groups), scale and offset as float16
     copies: int16 (slots, heads, 2, P, D)
     blocks: int64, those of the request in order
@@ -179,11 +196,20 @@ def _read_rows(
                     for i in range(size):
                         row[i] = values[copies[slot, head, which, at, i] & 0xFFFF]
                     continue
-                codes = (key_codes if which == 0 else value_codes)[block, head, at]
+                words_of, rest_of, bits = key_codes if which == 0 else value_codes
+                codes, rest = words_of[block, head, at], rest_of[block, head, at]
+                in_words, top = 16 // bits, (1 << bits) - 1
                 for position in range(8):
                     channel = position * units
                     word = words[block, head, at, (which * pairs) // 2 + channel // group_size]
                     scale, offset = half_values[word & 0xFFFF], half_values[(word >> 16) & 0xFFFF]
                     for unit in range(units):
-                        code = (codes[unit] >> (2 * position)) & 3
+                        if position < in_words:
+                            code = (codes[unit] >> (bits * position)) & top
+                        elif bits == 3:
+                            both = rest[unit] | ((codes[unit] >> 7) & 0x100)
+                            code = (both >> (bits * (position - in_words))) & top
+                        else:
+                            both = rest[2 * unit] | np.int64(rest[2 * unit + 1]) << 8
+                            code = (both >> (bits * (position - in_words))) & top
                         row[channel + unit] = np.float32(code) * scale + offset

@@ -34,7 +34,6 @@ from vllm_oscar.quantizer import (
 # a function of every name that it is asked for, this one too, over which the engine would fall.
 getattr(llvmlite.binding.ffi.lib, "_fntab", {})["__dict__"] = {}
 
-TOP_CODE = 3
 # numba takes Python's floats for float64
 _ZERO, _ONE, _HALF, _QUARTER, _TINY = (np.float32(number) for number in (0, 1, 0.5, 0.25, 1e-6))
 _FP16_MAX, _ROW_MAX, _RIDGE_32 = (np.float32(number) for number in (FP16_MAX, ROW_MAX, _RIDGE))
@@ -43,24 +42,33 @@ _TOGETHER = 8  # rows
 _NO_METRIC = np.zeros((3, 0, 0, 0), np.float32)
 
 
-def encode_ls(y: torch.Tensor, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX) -> Encoded:
+def encode_ls(
+    y: torch.Tensor, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX, levels: int = 4
+) -> Encoded:
     """See quantizer.encode_ls; y lies on the CPU."""
-    return _encode(y, _NO_METRIC, group_size, gain, max_scale)
+    return _encode(y, _NO_METRIC, group_size, gain, max_scale, levels)
 
 
 def encode_metric(
-    y: torch.Tensor, metric: Metric, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX
+    y: torch.Tensor,
+    metric: Metric,
+    group_size: int,
+    gain: float = 1.0,
+    max_scale: float = FP16_MAX,
+    levels: int = 4,
 ) -> Encoded:
     """See quantizer.encode_metric; y lies on the CPU."""
-    return _encode(y, metric.stacked.numpy(), group_size, gain, max_scale)
+    return _encode(y, metric.stacked.numpy(), group_size, gain, max_scale, levels)
 
 
-def _encode(y: torch.Tensor, tables: np.ndarray, group_size: int, gain: float, max_scale: float) -> Encoded:
+def _encode(
+    y: torch.Tensor, tables: np.ndarray, group_size: int, gain: float, max_scale: float, levels: int
+) -> Encoded:
     """Tables of the metric encoder, or _NO_METRIC for the least-squares one."""
     rows = y.float().reshape(-1, *y.shape[-2:]).contiguous().numpy()
     codes = np.empty(rows.shape, np.uint8)
     fits = np.empty((2, *rows.shape[:2], rows.shape[2] // group_size), np.float32)
-    numbers = (np.float32(x) for x in (TOP_CODE, STEP_OVER_STD, gain, max_scale))
+    numbers = (np.float32(x) for x in (levels - 1, STEP_OVER_STD[levels], gain, max_scale))
     saturated = _encode_rows(rows, tables, group_size, *numbers, codes, fits)
     scale, offset = torch.from_numpy(fits).half().view(2, *y.shape[:-1], fits.shape[-1])
     return Encoded(torch.from_numpy(codes).view(y.shape), scale, offset, torch.tensor(saturated))

@@ -1,6 +1,6 @@
-"""Rows of floats to 2-bit codes with one scale and one offset a group, and back: the specification.
+"""Rows of floats to codes of 2, 3 or 4 bits with one scale and one offset a group, and back: the specification.
 
-    y_hat = scale * code + offset,   code in {0, 1, 2, 3},   scale and offset in fp16
+    y_hat = scale * code + offset,   code in {0, ..., levels - 1},   scale and offset in fp16
 
 Three encoders, all over rows y of shape (..., heads, D):
 
@@ -24,7 +24,8 @@ import torch
 FP16_MAX = 65504.0
 ROW_MAX = 65280.0  # the largest magnitude that FP16 and BF16 both hold: a bounded row is the same in either
 MAX_VALUE_SCALE = 254.0  # the decode kernel multiplies probability * scale * 256 in fp16
-STEP_OVER_STD = 0.9957  # optimal step of a uniform 4-level quantizer of a Gaussian, in standard deviations
+# by levels: the optimal step of a uniform quantizer of a Gaussian, in standard deviations (Max, 1960)
+STEP_OVER_STD = {4: 0.9957, 8: 0.5860, 16: 0.3352}
 LS_REFITS = 2
 METRIC_PASSES = 2
 LANES = 16  # of an ordered sum; every head and group size is a multiple
@@ -35,7 +36,7 @@ class Encoded(NamedTuple):
     """Codes of some rows.
 
     Attributes:
-        codes: uint8 (..., heads, D), 0..3
+        codes: uint8 (..., heads, D), 0 .. levels - 1
         scale, offset: float16 (..., heads, groups)
         saturated: int64 scalar, rows in which something was not representable
     """
@@ -82,13 +83,13 @@ def ordered_product(rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _initial(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _initial(y: torch.Tensor, levels: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Grouped rows (..., groups, G) -> least-squares (scale, offset), each (..., groups, 1)."""
     mean = ordered_mean(y)
-    scale = STEP_OVER_STD * ordered_mean((y - mean).square()).sqrt()
-    offset = mean - 1.5 * scale
+    scale = STEP_OVER_STD[levels] * ordered_mean((y - mean).square()).sqrt()
+    offset = mean - (levels - 1) / 2 * scale
     for _ in range(LS_REFITS):
-        codes = _nearest(y, scale, offset)
+        codes = _nearest(y, scale, offset, levels)
         code_mean = ordered_mean(codes)
         spread = codes - code_mean
         energy = ordered_sum(spread.square())
@@ -98,9 +99,9 @@ def _initial(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scale, offset
 
 
-def _nearest(y: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+def _nearest(y: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor, levels: int) -> torch.Tensor:
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
-    return ((y - offset) * inverse).round().clamp(0, 3)
+    return ((y - offset) * inverse).round().clamp(0, levels - 1)
 
 
 def _finish(
@@ -130,7 +131,9 @@ def _finish(
     )
 
 
-def encode_ls(y: torch.Tensor, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX) -> Encoded:
+def encode_ls(
+    y: torch.Tensor, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX, levels: int = 4
+) -> Encoded:
     """Least-squares codes: a start from mean and deviation, two refits of (scale, offset), codes by rounding.
 
     Args:
@@ -138,17 +141,20 @@ def encode_ls(y: torch.Tensor, group_size: int, gain: float = 1.0, max_scale: fl
         group_size: channels that share a scale and an offset
         gain: decode-side stretch about each row's mean, against the shrinkage of least squares
         max_scale: bound of the scale (MAX_VALUE_SCALE for values)
+        levels: 4, 8 or 16
     """
     rows, changed = sanitised(y)
     grouped = rows.unflatten(-1, (-1, group_size))
-    scale, offset = _initial(grouped)
+    scale, offset = _initial(grouped, levels)
     scale = scale.clamp(max=FP16_MAX).half().float()
     offset = offset.clamp(-FP16_MAX, FP16_MAX).half().float()
-    return _finish(grouped, _nearest(grouped, scale, offset), scale, offset, changed, gain, max_scale)
+    return _finish(grouped, _nearest(grouped, scale, offset, levels), scale, offset, changed, gain, max_scale)
 
 
-def encode_minmax(y: torch.Tensor, group_size: int, clip: float, max_scale: float = FP16_MAX) -> Encoded:
-    """The reference encoder: clamp the head row to +-sort(|y|)[int(clip * D)], then scale = (max - min)/3.
+def encode_minmax(
+    y: torch.Tensor, group_size: int, clip: float, max_scale: float = FP16_MAX, levels: int = 4
+) -> Encoded:
+    """The reference encoder: clamp the head row to +-sort(|y|)[int(clip * D)], then scale = (max - min)/(levels - 1).
 
     Args:
         y: float (..., heads, D)
@@ -162,9 +168,9 @@ def encode_minmax(y: torch.Tensor, group_size: int, clip: float, max_scale: floa
     bound = rows.abs().sort(-1).values[..., index : index + 1]
     grouped = rows.clamp(-bound, bound).unflatten(-1, (-1, group_size))
     low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
-    scale = ((high - low) / 3).half().float()
+    scale = ((high - low) / (levels - 1)).half().float()
     offset = low.half().float()
-    return _finish(grouped, _nearest(grouped, scale, offset), scale, offset, changed, 1.0, max_scale)
+    return _finish(grouped, _nearest(grouped, scale, offset, levels), scale, offset, changed, 1.0, max_scale)
 
 
 @dataclass(frozen=True)
@@ -204,7 +210,12 @@ class Metric:
 
 
 def encode_metric(
-    y: torch.Tensor, metric: Metric, group_size: int, gain: float = 1.0, max_scale: float = FP16_MAX
+    y: torch.Tensor,
+    metric: Metric,
+    group_size: int,
+    gain: float = 1.0,
+    max_scale: float = FP16_MAX,
+    levels: int = 4,
 ) -> Encoded:
     """Codes that make e' G e small, e = y_hat - y.
 
@@ -215,19 +226,19 @@ def encode_metric(
         y: float (..., heads, D)
         metric: tables with the same heads and D
         group_size: channels that share a scale and an offset
-        gain: decode-side stretch, as in `encode_ls`
+        gain, max_scale, levels: as in `encode_ls`
     """
     rows, changed = sanitised(y)
     heads, head_size = rows.shape[-2:]
     flat = rows.reshape(-1, heads, head_size).transpose(0, 1).contiguous()  # (heads, rows, D), as bmm likes it
     grouped = flat.unflatten(-1, (-1, group_size))
-    scale, offset = _initial(grouped)
+    scale, offset = _initial(grouped, levels)
 
     residual = torch.zeros_like(flat)
     codes = torch.zeros_like(flat)
     for number in range(METRIC_PASSES + 1):
         table = metric.compensation if number == 0 else metric.descent
-        _sequential_pass(flat, codes, residual, scale, offset, table, group_size)
+        _sequential_pass(flat, codes, residual, scale, offset, table, group_size, levels)
         scale, offset = _metric_refit(codes, residual, scale, offset, metric.g, group_size)
         residual = flat - (codes.unflatten(-1, (-1, group_size)) * scale + offset).flatten(-2)
 
@@ -253,13 +264,14 @@ def _sequential_pass(
     offset: torch.Tensor,
     table: torch.Tensor,
     group_size: int,
+    levels: int,
 ) -> None:
     """One pass over the channels in order, in place on codes and residual (heads, rows, D)."""
     target = y + ordered_product(residual, table)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
     for channel in range(y.shape[-1]):
         s, o, i = (part[..., channel // group_size, 0] for part in (scale, offset, inverse))
-        code = ((target[..., channel] - o) * i).round().clamp(0, 3)
+        code = ((target[..., channel] - o) * i).round().clamp(0, levels - 1)
         new = y[..., channel] - (code * s + o)
         change = new - residual[..., channel]
         target[..., channel + 1 :] += change[..., None] * table[:, None, channel, channel + 1 :]

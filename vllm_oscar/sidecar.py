@@ -32,11 +32,11 @@ from vllm_oscar.errors import (
     SidecarSingularError,
     UnsupportedError,
 )
-from vllm_oscar.page_layout import group_sizes
+from vllm_oscar.page_layout import KEY_BITS, VALUE_BITS, PageLayout, group_sizes
 from vllm_oscar.rotation import MAX_CONDITION, grouped_hadamard
 from vllm_oscar.turning import TurningMean
 
-FORMAT_VERSION = 1
+FORMAT_VERSIONS = (1, 2)  # 2 states the bits of each tensor; in 1 all are 2
 METADATA_KEY = "vllm_oscar"
 FILE_NAME = "oscar/rotations.safetensors"  # a folder of its own: vLLM loads every *.safetensors file as weights
 METHODS = ("aware", "reference", "hadamard")
@@ -148,6 +148,7 @@ class TensorCalibration:
         transform: T, float32 (heads, D, D), per head also where the file holds one for all
         encoder: "ls", "metric" or "minmax"
         gain: decode-side stretch of each row about its mean code
+        bits: of a code
         clip: share of a row's magnitudes that `minmax` keeps exactly; 1: no clip
         metric: G, float32 (heads, D, D), what the `metric` encoder minimises; None for the others
         spectrum: float32 (heads, D), for inspection: eigenvalues of the covariance that T was made from
@@ -162,6 +163,7 @@ class TensorCalibration:
     metric: torch.Tensor | None = None
     spectrum: torch.Tensor | None = None
     turning: TurningMean | None = None
+    bits: int = 2
 
     def shard(self, start: int, stop: int, device: torch.device | None = None) -> "TensorCalibration":
         """KV heads start to stop - 1, on a device."""
@@ -184,6 +186,14 @@ class LayerCalibration:
 
     key: TensorCalibration
     value: TensorCalibration
+
+    def layout(self, block_size: int, group_size: int) -> PageLayout:
+        """Of the layer's pages.
+
+        Raises:
+            ConfigError: there is none for these sizes and the layer's bits.
+        """
+        return PageLayout(self.key.mean.shape[-1], block_size, group_size, self.key.bits, self.value.bits)
 
     def shard(self, start: int, stop: int, device: torch.device | None = None) -> "LayerCalibration":
         """KV heads start to stop - 1, for one tensor-parallel rank."""
@@ -216,6 +226,23 @@ class Sidecar:
     absent: tuple[int, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
     heads: range | None = None
+
+    def layouts(self, block_size: int) -> list[PageLayout]:
+        """Of the layers' pages, in order."""
+        return [layer.layout(block_size, self.group_size) for _, layer in sorted(self.layers.items())]
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits for an element, scales and offsets counted, on average over the layers."""
+        bits = [layout.bits_per_element for layout in self.layouts(64)]  # the same for every block size
+        return sum(bits) / len(bits)
+
+    @property
+    def bits_in_words(self) -> str:
+        """The same, and the layers' least and most where they differ, for people."""
+        bits = [layout.bits_per_element for layout in self.layouts(64)]
+        ranging = f" ({min(bits):.4g} to {max(bits):.4g})" if min(bits) < max(bits) else ""
+        return f"{self.bits_per_element:.4g} bits{ranging}"
 
     @classmethod
     def hadamard(
@@ -312,8 +339,10 @@ class Sidecar:
                 shared = self.per == "layer" and name in _OF_TRANSFORMS
                 kept = tensor[:1] if shared else tensor
                 tensors[f"layers.{index}.{letter}.{name}"] = kept.detach().float().cpu().clone().contiguous()
+        # files of 2 bits stay what they were, to the byte, and readable for versions that know nothing else
+        dialled = any(c.bits != 2 for _, _, c in self._tensors())
         description = {
-            "format_version": FORMAT_VERSION,
+            "format_version": 2 if dialled else 1,
             "method": self.method,
             "per": self.per,
             "group_size": self.group_size,
@@ -323,6 +352,7 @@ class Sidecar:
             "absent_layers": list(self.absent),
             "encoders": {
                 f"{index}.{letter}": {"encoder": c.encoder, "gain": c.gain, "clip": c.clip}
+                | ({"bits": c.bits} if dialled else {})
                 for index, letter, c in self._tensors()
             },
             "calibration": self.metadata,
@@ -346,7 +376,7 @@ class _Description:
     sink: int
     window: int
     absent: tuple[int, ...]
-    encoders: dict[str, tuple[str, float, float]]  # "3.k" -> encoder, gain, clip
+    encoders: dict[str, dict[str, Any]]  # "3.k" -> encoder, gain, clip, bits
     calibration: dict[str, Any]
 
     @classmethod
@@ -359,9 +389,9 @@ class _Description:
         except (json.JSONDecodeError, RecursionError) as error:
             raise SidecarCorruptError(f"the metadata is not JSON ({error}); calibrate again") from error
         version = given.get("format_version") if isinstance(given, dict) else None
-        if version != FORMAT_VERSION:
+        if type(version) is not int or version not in FORMAT_VERSIONS:
             raise SidecarCorruptError(
-                f"format version {version!r:.40}, not {FORMAT_VERSION}; calibrate again, or upgrade vllm-oscar"
+                f"format version {version!r:.40}, not one of {FORMAT_VERSIONS}; calibrate again, or upgrade vllm-oscar"
             )
         model = _field(given, "fingerprint", dict)
         fingerprint = ModelFingerprint(
@@ -389,7 +419,10 @@ class _Description:
                 raise SidecarCorruptError(f"metadata: {tensor}: values have no metric encoder; calibrate with ls")
             if encoder == "minmax" and gain != 1:
                 raise SidecarCorruptError(f"metadata: {tensor}: minmax has no gain; calibrate with 1, or with ls")
-            encoders[tensor] = encoder, gain, _number(own, "clip", 0.5, 1.0)
+            bits = 2 if version == 1 else _count(own, "bits", 2)
+            if bits not in (allowed := VALUE_BITS if tensor.endswith(".v") else KEY_BITS):
+                raise SidecarCorruptError(f"metadata: {tensor}: {bits} bits, not one of {allowed}; calibrate again")
+            encoders[tensor] = {"encoder": encoder, "gain": gain, "clip": _number(own, "clip", 0.5, 1.0), "bits": bits}
         return cls(
             fingerprint=fingerprint,
             method=_choice(given, "method", METHODS),
@@ -426,7 +459,7 @@ class _Description:
         if odd := sorted(tensors ^ self.encoders.keys()):
             raise SidecarCorruptError(f"metadata: `encoders` and the layers disagree about {odd[0]}; calibrate again")
         required = {f"layers.{tensor}.{kind}" for tensor in tensors for kind in ("mean", "transform")}
-        required |= {f"layers.{tensor}.metric" for tensor in tensors if self.encoders[tensor][0] == "metric"}
+        required |= {f"layers.{tensor}.metric" for tensor in tensors if self.encoders[tensor]["encoder"] == "metric"}
         optional = {f"layers.{tensor}.spectrum" for tensor in tensors}
         for index in self.present:  # of keys only, both or none
             pair = {f"layers.{index}.k.{kind}" for kind in ("frequency", "turning")}
@@ -468,12 +501,11 @@ class _Description:
         heads = self.fingerprint.num_kv_heads if held is None else len(held)
 
         def calibration(tensor: str) -> TensorCalibration:
-            encoder, gain, clip = self.encoders[tensor]
             kinds = (*_KINDS, "frequency", "turning")
             own = {kind: tensors[name] for kind in kinds if (name := f"layers.{tensor}.{kind}") in tensors}
             turning = TurningMean(own.pop("frequency"), own.pop("turning")) if "turning" in own else None
             per_head = {kind: part.expand(heads, *part.shape[1:]) for kind, part in own.items()}
-            return TensorCalibration(encoder=encoder, gain=gain, clip=clip, turning=turning, **per_head)
+            return TensorCalibration(turning=turning, **per_head, **self.encoders[tensor])
 
         loaded = Sidecar(
             layers={i: LayerCalibration(calibration(f"{i}.k"), calibration(f"{i}.v")) for i in self.present},

@@ -16,7 +16,6 @@ from torch import nn
 from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.calibrate.capture import attention_function
 from vllm_oscar.evaluation.metrics import Scores
-from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import Encoded, decode
 from vllm_oscar.sidecar import Sidecar
 
@@ -68,8 +67,7 @@ class Stored:
         if layer in self.plain:
             return rows
         if layer not in self._codecs:
-            layout = PageLayout(self.sidecar.fingerprint.head_size, 16, self.sidecar.group_size)
-            made = CacheLayer.of(self.sidecar.layers[layer], layout, torch.bfloat16)
+            made = CacheLayer.of(self.sidecar.layers[layer], 64, self.sidecar.group_size, torch.bfloat16)
             self._codecs[layer] = made.key if self.letter == "k" else made.value
         codec = self._codecs[layer]
         position = torch.arange(rows.shape[1])

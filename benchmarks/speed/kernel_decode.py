@@ -1,6 +1,6 @@
 """Decode attention over INT2, beside a BF16 decode and a kernel that only reads: microseconds a layer, as CSV.
 
-    python -m benchmarks.speed.kernel_decode [--out decode.csv] [--quick]
+    python -m benchmarks.speed.kernel_decode [--out decode.csv] [--quick] [--bits [--programs 8 12 16]]
 
 Times are CUDA-graph replays over copies of the cache that together exceed the L2 several times. "bytes" are what has
 to be read: INT2 rows, and for tokens with a BF16 copy the copy and both sets of scale and offset words.
@@ -8,6 +8,7 @@ to be read: INT2 rows, and for tokens with a BF16 copy the copy and both sets of
 
 import argparse
 import csv
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,9 +18,10 @@ import torch
 from benchmarks.speed.ceilings import Bf16Decode, read_pages
 from gates.synthetic import transform, turning_mean
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
+from vllm_oscar.kernels import segments
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.segments import Segments, build_segments
-from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.page_layout import KEY_BITS, VALUE_BITS, PageLayout
 
 SINK, WINDOW = 64, 256
 
@@ -27,7 +29,7 @@ SINK, WINDOW = 64, 256
 @dataclass(frozen=True)
 class Shape:
     """turning: pairs of channels in which the keys' mean turns with the position; queries: of each sequence, where they
-    are not all q_len, which is then the most."""
+    are not all q_len, which is then the most; bits: of keys and values."""
 
     lengths: tuple[int, ...]
     head_size: int = 128
@@ -39,6 +41,7 @@ class Shape:
     soft_cap: float = 0.0
     turning: int = 0
     queries: tuple[int, ...] = ()
+    bits: tuple[int, int] = (2, 2)
 
     def __str__(self) -> str:
         runs = [(n, self.lengths.count(n)) for n in dict.fromkeys(self.lengths)]
@@ -47,6 +50,7 @@ class Shape:
         extra += f" q{self.q_len}" if self.q_len > 1 else ""
         extra += f" of {self.queries}".replace(",", "") if self.queries else ""
         extra += f" turning {self.turning}" if self.turning else ""
+        extra += "" if self.bits == (2, 2) else " k{}v{}".format(*self.bits)
         return f"{lengths} H{self.kv_heads} r{self.ratio} D{self.head_size} P{self.block_size}{extra}"
 
 
@@ -85,7 +89,7 @@ class Bench:
         device = torch.device("cuda")
         generator = torch.Generator(device=device).manual_seed(0)
         self.shape = shape
-        layout = self.layout = PageLayout(shape.head_size, shape.block_size, shape.group_size)
+        layout = self.layout = PageLayout(shape.head_size, shape.block_size, shape.group_size, *shape.bits)
         heads, p = shape.kv_heads, shape.block_size
         counts = [-(-n // p) for n in shape.lengths]
         per_copy = sum(counts)
@@ -143,7 +147,7 @@ class Bench:
             layout, heads, shape.ratio, seqs, shape.q_len, device, contract, shape.turning > 0
         )
         programs = heads * column_tiles(shape.q_len, shape.ratio)[1]
-        self.segments = Segments.allocate(seqs, programs, shape.head_size, device).for_batch(seqs, programs)
+        self.segments = Segments.allocate(seqs, programs, layout, device).for_batch(seqs, programs)
         self.build()
 
     def build(self) -> None:
@@ -205,7 +209,7 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / time * 1e6
 
 
-def shapes(quick: bool) -> list[Shape]:
+def shapes(quick: bool, bits: bool) -> list[Shape]:
     k = 1024
     few = [
         Shape((128 * k,) * 8),
@@ -221,6 +225,13 @@ def shapes(quick: bool) -> list[Shape]:
     ]
     if quick:
         return few
+    if bits:
+        every = [(k, v) for k in KEY_BITS for v in VALUE_BITS]
+        return [
+            *(Shape((128 * k,) * 8, bits=each) for each in every),
+            *(Shape((4 * k,) * 32, bits=each) for each in ((2, 2), (3, 2), (4, 2), (4, 4))),
+            *(Shape((128 * k,) * 16, head_size=64, block_size=128, bits=each) for each in ((2, 2), (3, 2), (4, 2))),
+        ]
     return [
         *few,
         *(Shape((n * k,) * b) for b in (1, 8, 32) for n in (4, 16, 64)),
@@ -247,17 +258,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", help="CSV file; standard output otherwise")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--bits", action="store_true", help="one shape with all numbers of bits of keys and values")
+    parser.add_argument("--programs", type=int, nargs="*", help="a multiprocessor's, instead of the kernel's own")
     parser.add_argument("--peak", type=float, default=4.8e12, help="bytes a second of the datasheet")
     options = parser.parse_args()
     name = torch.cuda.get_device_name(0)
     print(f"# {name}, torch {torch.__version__}, copy {copy_bandwidth() / 1e12:.2f} TB/s", file=sys.stderr)
     with open(options.out or "/dev/stdout", "w", buffering=1) as file:  # a crash costs the rows after it
         writer = csv.writer(file)
-        writer.writerow(["gpu", "shape", "MB", "us", "read_us", "bf16_us", "of_peak", "of_read", "bf16_over_oscar"])
-        for shape in shapes(options.quick):
+        writer.writerow(
+            ["gpu", "shape", "programs", "MB", "us", "read_us", "bf16_us", "of_peak", "of_read", "bf16_over_oscar"]
+        )
+        for shape, programs in itertools.product(shapes(options.quick, options.bits), options.programs or [None]):
+            if programs:
+                segments.programs_per_multiprocessor = lambda layout, programs=programs: programs
             bench = Bench(shape)
             us, read, bf16 = bench.oscar(), bench.read(), bench.bf16()
-            row = [round(bench.bytes / 1e6, 1), round(us, 1), round(read, 1), round(bf16, 1)]
+            used = segments.programs_per_multiprocessor(bench.layout)
+            row = [used, round(bench.bytes / 1e6, 1), round(us, 1), round(read, 1), round(bf16, 1)]
             ratios = [round(bench.bytes / us * 1e6 / options.peak, 3), round(read / us, 3), round(bf16 / us, 2)]
             writer.writerow([name, str(shape), *row, *ratios])
             print(f"{shape!s:40}", *row, *ratios, file=sys.stderr, flush=True)

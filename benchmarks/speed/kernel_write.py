@@ -102,7 +102,7 @@ def reencoding(requests: int, head_size: int = 128, heads: int = 8, layers: int 
 
     yield {"what": "hot_slot_mapping", "shape": shape, "us": graph_time([mapping])}
 
-    every = ReencodeTable.of(pages, pools, [metric] * layers, [1.05] * layers)
+    every = ReencodeTable.of(layout, pages, pools, [metric] * layers, [1.05] * layers)
     space = workspace(layout, DEVICE)
 
     for due in (2, 1):  # layers
@@ -114,7 +114,7 @@ def reencoding(requests: int, head_size: int = 128, heads: int = 8, layers: int 
         yield {
             "what": f"reencode, {due} of {layers} layers due",
             "shape": shape,
-            "us": graph_time([lambda: reencode(every, layout, table, block_table, after, starts, 1, 1, space)]),
+            "us": graph_time([lambda: reencode(every, table, block_table, after, starts, 1, 1, space)]),
         }
 
 

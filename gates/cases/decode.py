@@ -9,7 +9,7 @@ from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import Segments, build_segments
-from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.page_layout import KEY_BITS, VALUE_BITS, PageLayout
 
 TURNING = 50.0
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the output, by norm, a query head
@@ -20,7 +20,7 @@ class Case:
     """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average;
     layers: that the reads are counted for, 0 not to count; saturated, value_size: see `fill`; sinks: each query head
     has a sink logit, about as large as the logarithm of its tokens' sum; queries: of each sequence, where they are not
-    all q_len, which is then the most.
+    all q_len, which is then the most; bits: of keys and values.
     """
 
     head_size: int = 128
@@ -42,6 +42,7 @@ class Case:
     value_size: float = 1.0
     sinks: bool = False
     queries: tuple[int, ...] = ()
+    bits: tuple[int, int] = (2, 2)
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -49,7 +50,7 @@ class Case:
 
     @property
     def layout(self) -> PageLayout:
-        return PageLayout(self.head_size, self.block_size, self.group_size)
+        return PageLayout(self.head_size, self.block_size, self.group_size, *self.bits)
 
     @property
     def each(self) -> tuple[int, ...]:
@@ -87,7 +88,7 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor,
     device = query.device
     seqs, heads = len(case.lengths), case.kv_heads
     programs = heads * column_tiles(case.q_len, case.ratio)[1]
-    segments = Segments.allocate(seqs + 3, programs, case.head_size, device).for_batch(seqs, programs)
+    segments = Segments.allocate(seqs + 3, programs, cache.layout, device).for_batch(seqs, programs)
     build_segments(cache.seq_lens, case.q_len, cache.table.limits, case.sliding_window, segments)
     workspace = DecodeWorkspace.allocate(
         cache.layout, heads, case.ratio, seqs + 3, case.q_len + 1, device, cache.table.contract, case.turning > 0
@@ -181,5 +182,29 @@ def gpu_cases() -> list[Case]:
         Case(
             lengths=tuple(range(7, 1400, 7)), kv_heads=8, q_len=6, queries=(1, 6, 1, 2) * 49 + (3, 4, 5), block_size=64
         ),
+    ]
+    combinations = [(k, v) for k in KEY_BITS for v in VALUE_BITS if (k, v) != (2, 2)]
+    cases += [
+        Case(head_size=d, group_size=g, block_size=64, lengths=mixed, kv_heads=2, ratio=r, dtype=dtype, bits=bits)
+        for bits in combinations
+        for d, g, r, dtype in (
+            (128, 0, 4, torch.bfloat16),
+            (128, 32, 7, torch.float16),
+            (64, 0, 7, torch.bfloat16),
+            (80, 0, 4, torch.bfloat16),
+            (256, 0, 8, torch.bfloat16),
+        )
+    ]
+    for bits in combinations:
+        cases += [
+            Case(lengths=(40000, 200, 900, 4000), kv_heads=8, block_size=64, bits=bits),
+            Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, ratio=8, sliding_window=600, bits=bits),
+            Case(lengths=long, kv_heads=3, order="head-major", soft_cap=20.0, turning=8, bits=bits),
+            Case(lengths=(150,), block_size=64, order="huge", kv_heads=2, bits=bits),
+        ]
+    cases += [
+        Case(head_size=64, group_size=32, lengths=mixed, kv_heads=2, block_size=64, bits=(3, 2)),
+        Case(head_size=96, lengths=mixed, kv_heads=2, bits=(4, 2)),
+        Case(head_size=192, lengths=mixed, kv_heads=2, bits=(3, 4)),
     ]
     return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]

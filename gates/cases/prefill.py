@@ -10,7 +10,7 @@ from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.history import RestoreTables, plan
 from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
 from vllm_oscar.kernels.reads import ReadCounter
-from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.page_layout import KEY_BITS, VALUE_BITS, PageLayout
 
 TURNING = 4.0  # size of a turning mean in units of the rows; larger keys lose what the run dtype rounds off
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a request's output, by norm
@@ -20,7 +20,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a r
 class Case:
     """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
     of the keys' turning mean; bias: size of the keys' constant mean; layers: that the reads are counted for, 0 not to
-    count; saturated: see `fill`; sinks: each query head has a sink logit."""
+    count; saturated: see `fill`; sinks: each query head has a sink logit; bits: of keys and values."""
 
     head_size: int = 128
     group_size: int = 0
@@ -41,6 +41,7 @@ class Case:
     layers: int = 3
     saturated: bool = False
     sinks: bool = False
+    bits: tuple[int, int] = (2, 2)
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -48,7 +49,7 @@ class Case:
 
     @property
     def layout(self) -> PageLayout:
-        return PageLayout(self.head_size, self.block_size, self.group_size)
+        return PageLayout(self.head_size, self.block_size, self.group_size, *self.bits)
 
 
 def check(case: Case, device: torch.device) -> str:
@@ -141,5 +142,12 @@ def gpu_cases() -> list[Case]:
         Case(requests=((1000, 700), (10, 20)), capacity=1024, saturated=True),
         Case(64, requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=2, ratio=8, sinks=True),
         Case(64, requests=step, capacity=4096, kv_heads=2, ratio=8, sliding_window=128, sinks=True),
+    ]
+    cases += [
+        Case(d, g, 64, step, 2, 4, 4096, 1, 64, 256, dtype=torch.bfloat16, order="head-major", bits=(key, value))
+        for key in KEY_BITS
+        for value in VALUE_BITS
+        for d, g in ((64, 32), (80, 0), (128, 0))
+        if (key, value) != (2, 2)
     ]
     return cases

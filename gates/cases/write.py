@@ -9,7 +9,7 @@ from vllm_oscar.cache_layer import LS_KEY_GAIN, RowCodec
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.kernels.encode_metric import BATCH, MetricTables, ReencodeTable, encode_written, reencode, workspace
 from vllm_oscar.kernels.write import WriteTables, write
-from vllm_oscar.page_layout import KEY, VALUE, PageLayout, unpack
+from vllm_oscar.page_layout import KEY, KEY_BITS, VALUE, VALUE_BITS, PageLayout
 from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, Metric, decode, encode_ls
 
 LAYERS = 3  # of a re-encoding case
@@ -19,7 +19,7 @@ TURNING = 50.0  # size of a turning mean in units of the rows
 @dataclass(frozen=True)
 class Case:
     """Tokens of one step. encoder is the keys'; `reencoded`: written as ls, then encoded again from the copies;
-    turning: pairs of the keys' turning mean."""
+    turning: pairs of the keys' turning mean; bits: of keys and values."""
 
     head_size: int = 128
     group_size: int = 0
@@ -31,6 +31,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     order: str = "padded"
     turning: int = 0
+    bits: tuple[int, int] = (2, 2)
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
@@ -38,7 +39,7 @@ class Case:
 
     @property
     def layout(self) -> PageLayout:
-        return PageLayout(self.head_size, self.block_size, self.group_size)
+        return PageLayout(self.head_size, self.block_size, self.group_size, *self.bits)
 
 
 def a_metric(case: Case, generator: torch.Generator) -> Metric:
@@ -64,6 +65,7 @@ def codec(case: Case, which: int, generator: torch.Generator) -> RowCodec:
         (0.96, 0.92)[which],
         (FP16_MAX, MAX_VALUE_SCALE)[which],
         a_metric(case, generator) if encoder == "metric" else None,
+        case.bits[which],
     )
 
 
@@ -118,7 +120,8 @@ def check(case: Case, device: torch.device) -> str:
             there = slot_mapping[slot_mapping >= 0]
             first = layout.views(pages).meta[there // p, :, there % p, KEY, :, 0]
             copies = pool.rows[hot[hot >= 0] // p, :, KEY, hot[hot >= 0] % p]
-            wanted = encode_ls(copies, layout.group_size, LS_KEY_GAIN, FP16_MAX).scale
+            gain, levels = LS_KEY_GAIN[layout.key_bits], 1 << layout.key_bits
+            wanted = encode_ls(copies, layout.group_size, gain, FP16_MAX, levels).scale
             assert abs((first / wanted).nanmedian().item() - 1) < 0.001, "codes to be encoded again have another gain"
             _reencode_all(case, pages, pool, metric_tables, scratch)
 
@@ -142,7 +145,7 @@ def check(case: Case, device: torch.device) -> str:
         assert (error.norm(dim=-1) < 1.25 * step * size.norm(dim=-1)).all()
         expected = codecs[which].encode(copies)
         counted += int(codecs[which].encode(exact.to(case.dtype)).saturated)
-        codes = unpack(views.codes[which][at, :, off])
+        codes = views.codes(which, (at, slice(None), off))
         meta = views.meta[at, :, off, which]
         same = (codes == expected.codes).float().mean().item()
         assert same > 0.97, f"{1 - same:.1%} of the codes differ"
@@ -171,7 +174,7 @@ def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: Metric
     same_strides = strided_pages(case.layout, pages.shape[0], case.heads, case.order, device).copy_(pages)
     other = same_strides, HotPool(pool.rows.clone(), pool.words.clone())
     layers = ReencodeTable.of(
-        [other[0], pages, other[0]], [other[1], pool, other[1]], [metric] * LAYERS, [1.05] * LAYERS
+        case.layout, [other[0], pages, other[0]], [other[1], pool, other[1]], [metric] * LAYERS, [1.05] * LAYERS
     )
     block_table = torch.arange(1, pages.shape[0] - 1, dtype=torch.int32, device=device)[None]
     # the last batch goes beyond the tokens, into the null block, which has no slot
@@ -182,7 +185,7 @@ def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: Metric
     # tokens before the first of these steps; from 2 on another layer is due
     for before in (2, *range(1, n + BATCH, BATCH)):
         seq_lens = torch.tensor([before + grown], dtype=torch.int32, device=device)
-        reencode(layers, case.layout, table, block_table, seq_lens, query_start_loc, 1, grown, scratch)
+        reencode(layers, table, block_table, seq_lens, query_start_loc, 1, grown, scratch)
 
 
 def gpu_cases() -> list[Case]:
@@ -211,5 +214,19 @@ def gpu_cases() -> list[Case]:
             (80, 300, "metric", both[1], 3),
             (256, 33, "ls", both[0], 8),
         )
+    ]
+    cases += [
+        Case(d, g, 64, 150, 3, encoder, reencoded, both[0], bits=(key, value))
+        for key in KEY_BITS
+        for value in VALUE_BITS
+        for d, g, encoder, reencoded in (
+            (128, 0, "ls", False),
+            (128, 0, "metric", False),
+            (128, 0, "metric", True),
+            (64, 32, "metric", False),
+            (80, 0, "metric", True),
+            (64, 0, "minmax", False),
+        )
+        if (key, value) != (2, 2)
     ]
     return cases

@@ -31,15 +31,20 @@ WRONG = {"sink - 1": (SINK - 1, WINDOW), "sink + 1": (SINK + 1, WINDOW),
          "window - 1": (SINK, WINDOW - 1), "window + 1": (SINK, WINDOW + 1)}  # fmt: skip
 
 
-def dequantised(page: np.ndarray, which: int) -> np.ndarray:
-    """One head's region of a page, uint8 (bytes,), -> rows float64 (16, 64); which: 0 keys, 1 values."""
-    row = HEAD_SIZE // 4
-    codes = page[which * BLOCK * row :][: BLOCK * row].reshape(BLOCK, row)
-    units = codes[:, 0::2].astype(np.uint32) | codes[:, 1::2].astype(np.uint32) << 8
+def dequantised(page: np.ndarray, which: int, bits: tuple[int, int] = (2, 2)) -> np.ndarray:
+    """One head's region of a page, uint8 (bytes,), -> rows float64 (16, 64); which: 0 keys, 1 values; bits: of both."""
+    row, own = HEAD_SIZE // 8, bits[which]
+    codes = page[which * bits[0] * BLOCK * row :][: own * BLOCK * row].astype(np.uint32)
+    first, rest = codes[: 2 * BLOCK * row].reshape(BLOCK, -1), codes[2 * BLOCK * row :].reshape(BLOCK, -1)
+    units = first[:, 0::2] | first[:, 1::2] << 8
+    if own == 3:  # codes 5, 6 and 7, whose last bit is in the word
+        units = (units & 0x7FFF) | rest << 15 | (units >> 15) << 23
+    if own == 4:
+        units |= (rest[:, 0::2] | rest[:, 1::2] << 8) << 16
     rows = np.empty((BLOCK, HEAD_SIZE))
     for channel in range(HEAD_SIZE):
-        rows[:, channel] = units[:, channel % 8] >> (2 * (channel // 8)) & 3
-    meta = page[2 * BLOCK * row :][: BLOCK * 8].view(np.float16).astype(np.float64).reshape(BLOCK, 2, 2)
+        rows[:, channel] = units[:, channel % 8] >> (own * (channel // 8)) & ((1 << own) - 1)
+    meta = page[sum(bits) * BLOCK * row :][: BLOCK * 8].view(np.float16).astype(np.float64).reshape(BLOCK, 2, 2)
     return rows * meta[:, which, :1] + meta[:, which, 1:]
 
 
@@ -64,12 +69,14 @@ class Spy:
     """Wraps one layer's forward; compares each step's output with the reference.
 
     Attributes:
+        bits: of the layer's keys and values
         errors: by contract, largest relative difference of a head's output row, for each (before, after)
     """
 
     engine: Engine
     layer: Any
     tensors: tuple[Tensor, Tensor]
+    bits: tuple[int, int] = (2, 2)
     raw: dict[str, list[list[torch.Tensor]]] = field(default_factory=lambda: defaultdict(lambda: [[], []]))
     errors: dict[str, dict[tuple[int, int], float]] = field(default_factory=lambda: defaultdict(dict))
 
@@ -109,9 +116,8 @@ class Spy:
         """Keys or values float64 (tokens, heads, D) as the contract lets the step read them."""
         tensor, x = self.tensors[which], torch.stack(raw)
         copies = tensor.copies(x)
-        int2 = torch.stack(
-            [torch.from_numpy(np.concatenate([dequantised(p[h], which) for p in pages])) for h in range(x.shape[1])], 1
-        )
+        heads = [np.concatenate([dequantised(p[head], which, self.bits) for p in pages]) for head in range(x.shape[1])]
+        int2 = torch.from_numpy(np.stack(heads, 1))
         restored = []
         decodes = after - before == 1
         for j in range(after):

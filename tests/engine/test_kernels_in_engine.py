@@ -54,13 +54,15 @@ def test_warm_up_covers_the_variants_of_every_batch_size(heads: int, ratio: int,
     has 25 are not."""
     from vllm_oscar.integration.warm_up import batches
     from vllm_oscar.kernels.decode import compiled_for
+    from vllm_oscar.page_layout import PageLayout
 
-    device = torch.device("cpu")
+    device, layout = torch.device("cpu"), PageLayout(head_size, 64)
     workspaces = SimpleNamespace(prefill=SimpleNamespace(capacity=8192))
+    impl = SimpleNamespace(num_kv_heads=heads, ratio=ratio, layout=layout, workspaces=workspaces)
     builder = SimpleNamespace(
         device=device,
         runtime=SimpleNamespace(decode_threshold=q_len),
-        impl=SimpleNamespace(num_kv_heads=heads, ratio=ratio, head_size=head_size, workspaces=workspaces),
+        impl=impl,
         vllm_config=SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_seqs=300, max_num_batched_tokens=2048),
             model_config=SimpleNamespace(max_model_len=16384),
@@ -69,7 +71,7 @@ def test_warm_up_covers_the_variants_of_every_batch_size(heads: int, ratio: int,
     rehearsed = list(batches(builder))  # type: ignore[arg-type]
 
     def variant(seqs: int, queries: int) -> tuple[int, ...]:
-        return queries, *compiled_for(seqs, queries, heads, ratio, head_size, device)
+        return queries, *compiled_for(seqs, queries, heads, ratio, layout, device)
 
     assert max(sum(queries) for queries, _ in rehearsed) <= 2048
     needed = {variant(seqs, queries) for queries in range(1, q_len + 1) for seqs in range(1, 301)}

@@ -7,6 +7,7 @@ import torch
 
 from gates.cases.decode import Case, check
 from vllm_oscar.kernels.segments import Segments, build_segments, granule, tile_tokens
+from vllm_oscar.page_layout import PageLayout
 
 pytestmark = pytest.mark.kernels
 
@@ -55,6 +56,17 @@ pytestmark = pytest.mark.kernels
         Case(lengths=(33, 100, 17, 3), kv_heads=2, q_len=3, queries=(1, 3, 2, 3)),
         Case(lengths=(33, 160, 5), ratio=8, q_len=5, queries=(1, 5, 2), sliding_window=20, turning=3),
         Case(head_size=64, lengths=(33, 2, 160, 0), ratio=5, q_len=4, queries=(4, 2, 1, 1), soft_cap=5.0, sinks=True),
+        Case(bits=(2, 4), lengths=(90, 33), block_size=64),
+        Case(bits=(3, 2), lengths=(140, 17), block_size=64, kv_heads=3, order="padded"),
+        Case(bits=(3, 4), lengths=(90, 33), q_len=3, order="head-major", kv_heads=2),
+        Case(bits=(4, 2), group_size=32, lengths=(33,), turning=8, dtype=torch.float16),
+        Case(bits=(4, 4), lengths=(200, 1, 0, 63), block_size=64, soft_cap=5.0),
+        Case(bits=(3, 2), head_size=64, group_size=32, lengths=(140, 33), block_size=64, ratio=7),
+        Case(bits=(4, 4), head_size=64, lengths=(140, 33), sliding_window=50),
+        Case(bits=(3, 2), head_size=80, lengths=(100, 17), block_size=64),
+        Case(bits=(4, 2), head_size=96, lengths=(100, 15)),
+        Case(bits=(3, 4), head_size=192, lengths=(90, 16)),
+        Case(bits=(4, 2), head_size=256, lengths=(90, 33), ratio=16),
     ],
     ids=str,
 )
@@ -68,7 +80,7 @@ def test_decode_matches_reference(case: Case) -> None:
 def test_segments_cover_every_token_once(head_size: int, q_len: int, sliding_window: int | None) -> None:
     lengths = [5000, 0, 4, 63, 64, 65, 700, 20000]
     sink, window = 64, 256
-    segments = Segments.allocate(20, 2, head_size, torch.device("cpu")).for_batch(len(lengths), 2)
+    segments = Segments.allocate(20, 2, PageLayout(head_size, 16), torch.device("cpu")).for_batch(len(lengths), 2)
     limits = torch.tensor([sink, window], dtype=torch.int32)
     build_segments(torch.tensor(lengths, dtype=torch.int32), q_len, limits, sliding_window, segments)
     rows, tile = segments.table.tolist(), tile_tokens(head_size)
@@ -98,7 +110,7 @@ def test_segments_cover_every_token_once(head_size: int, q_len: int, sliding_win
 
 def test_segments_are_balanced() -> None:
     lengths = torch.tensor([128 * 1024] + [4096] * 7, dtype=torch.int32)
-    segments = Segments.allocate(8, 1, 128, torch.device("cpu")).for_batch(8, 1)
+    segments = Segments.allocate(8, 1, PageLayout(128, 16), torch.device("cpu")).for_batch(8, 1)
     build_segments(lengths, 1, torch.tensor([64, 256], dtype=torch.int32), None, segments)
     tokens = [row[4] - row[1] for row in segments.table.tolist() if row[0] == 0]
     assert len(tokens) == segments.table.shape[0] - 7

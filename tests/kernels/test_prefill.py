@@ -28,6 +28,11 @@ pytestmark = pytest.mark.kernels
         Case(requests=((100, 40),), saturated=True),
         Case(64, kv_heads=2, ratio=8, requests=((100, 40), (33, 15)), capacity=50, sinks=True),
         Case(64, requests=((130, 7), (5, 3)), capacity=32, sliding_window=60, soft_cap=5.0, sinks=True),
+        Case(bits=(2, 4), kv_heads=3),
+        Case(64, bits=(3, 2), kv_heads=2, turning=3),
+        Case(80, bits=(3, 4), block_size=64),
+        Case(bits=(4, 2), group_size=32, order="head-major"),
+        Case(64, 32, bits=(4, 4), block_size=64),
     ],
     ids=str,
 )

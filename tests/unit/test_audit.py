@@ -10,7 +10,7 @@ from vllm_oscar.audit import check_copies, check_places, check_table
 from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.errors import PoolError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
-from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews, unpack
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews
 from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, Metric, decode
 from vllm_oscar.rotation import Transform
 
@@ -153,9 +153,7 @@ def test_no_true_copy_is_called_wrong(table: SlotTable, encoder: str, group_size
         layer = replace(layer, key=replace(codec, encoder="ls", gain=codec.first_gain))
     pool, views = written(table, layer, hard_rows())
     layer = replace(layer, key=codec)
-    page = decode(
-        unpack(views.codes[KEY][[7, 3]]), views.meta[[7, 3], :, :, KEY, :, 0], views.meta[[7, 3], :, :, KEY, :, 1]
-    )
+    page = decode(views.codes(KEY, [7, 3]), views.meta[[7, 3], :, :, KEY, :, 0], views.meta[[7, 3], :, :, KEY, :, 1])
     copy = pool.rows[:2, :, KEY].float()
     if encoder == "minmax" or (encoder == "metric" and not first):
         assert ((page - copy).norm(dim=-1) > copy.norm(dim=-1)).any(), "a distance alone does not tell"

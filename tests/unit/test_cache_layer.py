@@ -7,7 +7,7 @@ from vllm_oscar.attention import read_rows
 from vllm_oscar.cache_layer import LS_KEY_GAIN, CacheLayer
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
-from vllm_oscar.page_layout import PageLayout, unpack
+from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, decode, encode_ls, encode_metric
 from vllm_oscar.rotation import Transform
 from vllm_oscar.sidecar import LayerCalibration, TensorCalibration
@@ -43,7 +43,7 @@ class Case:
         self.layout = PageLayout(head_size, P, group_size)
         pair = LayerCalibration(calibration(head_size, encoder, 1), calibration(head_size, "ls", 2))
         self.pair, self.dtype = pair, dtype
-        self.layer = CacheLayer.of(pair, self.layout, dtype)
+        self.layer = CacheLayer.of(pair, P, self.layout.group_size, dtype)
         # padded between heads and blocks, as vLLM may lay pages out
         self.storage = torch.full((BLOCKS, HEADS + 1, self.layout.head_bytes + 128), 0xFF, dtype=torch.uint8)
         self.views = self.layout.views(self.storage[:, :HEADS, : self.layout.head_bytes])
@@ -92,7 +92,7 @@ def test_rows_come_back_from_where_they_were_put(
             encoded = encode_ls(stored, case.layout.group_size, 1.05, MAX_VALUE_SCALE if which else FP16_MAX)
         for token in (0, 1, 3, 4):
             block, offset = divmod(int(case.places[token]), P)
-            assert torch.equal(unpack(case.views.codes[which][block, :, offset]), encoded.codes[token])
+            assert torch.equal(case.views.codes(which, (block, slice(None), offset)), encoded.codes[token])
             scale, shift = case.views.meta[block, :, offset, which].unbind(-1)
             assert torch.equal(scale, encoded.scale[token])
             assert torch.equal(shift, encoded.offset[token])
@@ -173,22 +173,22 @@ def test_value_scales_stay_in_reach_of_the_kernel() -> None:
 
 def test_key_encoder_can_be_overridden() -> None:
     case = Case()
-    assert CacheLayer.of(case.pair, case.layout, torch.bfloat16).key.encoder == "metric"
-    cheap = CacheLayer.of(case.pair, case.layout, torch.bfloat16, "ls")
+    assert CacheLayer.of(case.pair, P, 64, torch.bfloat16).key.encoder == "metric"
+    cheap = CacheLayer.of(case.pair, P, 64, torch.bfloat16, "ls")
     assert (cheap.key.encoder, cheap.key.metric, cheap.value.encoder) == ("ls", None, "ls")
-    assert CacheLayer.of(case.pair, case.layout, torch.bfloat16).key.gain == 1.05
-    assert CacheLayer.of(case.pair, case.layout, torch.bfloat16, "ls").key.gain == LS_KEY_GAIN
-    metric = CacheLayer.of(case.pair, case.layout, torch.bfloat16)
-    assert [codec.first_gain for codec in (metric.key, cheap.key, metric.value)] == [LS_KEY_GAIN, LS_KEY_GAIN, 1.05]
+    assert CacheLayer.of(case.pair, P, 64, torch.bfloat16).key.gain == 1.05
+    assert CacheLayer.of(case.pair, P, 64, torch.bfloat16, "ls").key.gain == LS_KEY_GAIN[2]
+    metric = CacheLayer.of(case.pair, P, 64, torch.bfloat16)
+    assert [codec.first_gain for codec in (metric.key, cheap.key, metric.value)] == [1.10, 1.10, 1.05]
     without = Case(encoder="ls")
     with pytest.raises(ConfigError, match="leave the option out"):
-        CacheLayer.of(without.pair, without.layout, torch.bfloat16, "metric")
+        CacheLayer.of(without.pair, P, 64, torch.bfloat16, "metric")
 
 
 def test_transform_is_rounded_before_it_is_inverted() -> None:
     """T B = I for the T that rows are multiplied with; with the unrounded T it would be off by bfloat16's step."""
     tensor = calibration(64, "ls", 5)
-    used = CacheLayer.of(LayerCalibration(tensor, tensor), PageLayout(64, P), torch.bfloat16).key.transform
+    used = CacheLayer.of(LayerCalibration(tensor, tensor), P, 64, torch.bfloat16).key.transform
     assert torch.equal(used.matrix, tensor.transform.bfloat16().float())
     assert (used.matrix.double() @ used.inverse.double() - torch.eye(64)).abs().max() < 1e-6
     assert (tensor.transform.double() @ used.inverse.double() - torch.eye(64)).abs().max() > 1e-4

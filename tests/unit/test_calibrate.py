@@ -30,7 +30,6 @@ from vllm_oscar.calibrate.search import CLIPS, KEY_GAINS, SAMPLES, search  # noq
 from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
 from vllm_oscar.calibrate.streaming import Model, State, collect  # noqa: E402
-from vllm_oscar.page_layout import PageLayout  # noqa: E402
 from vllm_oscar.quantizer import decode  # noqa: E402
 from vllm_oscar.rotation import hadamard  # noqa: E402
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar  # noqa: E402
@@ -481,7 +480,7 @@ def test_weights_that_change_under_a_run_leave_no_sidecar(
 
 def output_error(a: Attention, layer: LayerCalibration, far: FarSet) -> float:
     """Squared error of the attention's projected output, pair by pair, over keys and values that `layer` stored."""
-    codecs = CacheLayer.of(layer, PageLayout(64, 16), torch.bfloat16)
+    codecs = CacheLayer.of(layer, 16, 64, torch.bfloat16)
     stored = []
     for codec, rows in ((codecs.key, a.key), (codecs.value, a.value)):
         e = codec.encode(codec.transform.forward(rows.transpose(0, 1)).bfloat16())

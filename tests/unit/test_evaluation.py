@@ -43,7 +43,6 @@ from vllm_oscar.evaluation.report import heat_map, line, needle_table, plot, tab
 from vllm_oscar.evaluation.rewriting import Rewriter
 from vllm_oscar.evaluation.texts import TEXTS, chats, open_text
 from vllm_oscar.evaluation.windows import held_out
-from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import decode
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
 
@@ -277,7 +276,7 @@ def test_naive_is_min_max_of_the_plain_row() -> None:
     """Against the definition: four evenly spaced values from the row's least to its greatest."""
     sidecar = parse("naive", calibrated()).sidecar
     assert sidecar is not None
-    codec = CacheLayer.of(sidecar.layers[0], PageLayout(64, 16), torch.bfloat16).key
+    codec = CacheLayer.of(sidecar.layers[0], 16, 64, torch.bfloat16).key
     x = torch.randn(50, 2, 64, generator=torch.Generator().manual_seed(2)).bfloat16().float()
     encoded = codec.encode(codec.transform.forward(x).bfloat16())
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)

@@ -17,7 +17,7 @@ def test_cases_have_pages_that_exist(name: str) -> None:
     assert cases
     for case in cases:
         if hasattr(case, "head_size"):
-            PageLayout(case.head_size, case.block_size, case.group_size)
+            PageLayout(case.head_size, case.block_size, case.group_size, *getattr(case, "bits", ()))
 
 
 def test_a_process_that_dies_fails_and_what_it_had_said_is_kept(

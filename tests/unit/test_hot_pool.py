@@ -135,7 +135,7 @@ class World:
         pages = torch.full((self.num_blocks, HEADS, self.layout.head_bytes), 0x5A, dtype=torch.uint8)
         self.views = self.layout.views(pages)
         for which in (KEY, VALUE):
-            self.views.codes[which].zero_()
+            self.views.planes[which][0].zero_()
         self.pool = HotPool.allocate(self.layout, self.num_slots, HEADS, torch.bfloat16, CPU)
         self.pool.rows.fill_(float("nan"))
 
@@ -536,14 +536,14 @@ def test_pages_and_pool_full_of_ones_hold_no_copy_of_a_written_token() -> None:
     world = World(0, HotContract(16, 32, P), 8, 1, 2)
     for tensor in (world.views.meta.view(torch.int16), world.pool.rows.view(torch.int16), world.pool.words):
         tensor.fill_(-1)
-    for codes in world.views.codes:
+    for (codes,) in world.views.planes:
         codes.fill_(0xFF)
     request = Request([3, 4], 0, 20)
     allocate(world.table, [request])
     world.uid = 5
     for j in range(20):  # pages only: as if a connector had brought them
         world.write_page(request.blocks[j // P], j % P)
-    for codes in world.views.codes:
+    for (codes,) in world.views.planes:
         codes.zero_()
     rows = read_rows(world.views, world.pool, world.table, torch.tensor([3, 4]), 20, 20)
     assert not rows.hot.any()

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import vllm_oscar
-from vllm_oscar.sidecar import FORMAT_VERSION
+from vllm_oscar.sidecar import FORMAT_VERSIONS
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "LICENSE", "vllm_oscar", "calibrate")
@@ -170,4 +170,4 @@ def test_entry_points() -> None:
 def test_the_changelog_says_what_to_do_with_sidecars_of_older_versions() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     assert f"\n## [{vllm_oscar.__version__}] - " in text
-    assert f"\n| {vllm_oscar.__version__} | {FORMAT_VERSION} | " in text
+    assert f"\n| {vllm_oscar.__version__} | {FORMAT_VERSIONS[-1]} | " in text

@@ -351,7 +351,7 @@ def test_the_layers_are_built_for_blocks_that_vllm_does_not_change(
         cache = CacheConfig(block_size=asked)
         if asked is None:
             cache.block_size = default
-        runtime.choose_block_size(cache, PageLayout(128, 16))
+        runtime.choose_block_size(cache, [PageLayout(128, 16)])
         assert cache.user_specified_block_size
         assert cache.block_size == (asked or preferred)
     assert backend.OscarBackend.get_preferred_block_size(16) == preferred
@@ -371,7 +371,7 @@ def test_blocks_are_as_large_as_vllm_makes_them_beside_layers_in_16_bits(
     monkeypatch.setattr(runtime, "current_platform", platform)
     monkeypatch.setattr(runtime, "asks_for_pages", lambda: True)
     cache = CacheConfig(kv_cache_dtype_skip_layers=["sliding_window"])
-    runtime.choose_block_size(cache, PageLayout(head_size, 16))
+    runtime.choose_block_size(cache, [PageLayout(head_size, 16, 0, 4, 4), PageLayout(head_size, 16)])
     assert cache.block_size == wanted
     smallest = (16 if gpu else 32) * 4 * head_size
     assert PageLayout(head_size, wanted).page_bytes(1) >= smallest > PageLayout(head_size, wanted // 2).page_bytes(1)

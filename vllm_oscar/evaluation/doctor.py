@@ -214,6 +214,7 @@ def _sidecar(name: str, fingerprint: ModelFingerprint, given: str | None) -> tup
     skip = (
         f"; the others need --kv-cache-dtype-skip-layers {','.join(map(str, sidecar.absent))}" if sidecar.absent else ""
     )
+    packed += f", {sidecar.bits_in_words} an element"
     return sidecar, f"{path}: method {sidecar.method}, digest {sidecar.digest[:12]}, {packed}{skip}"
 
 

@@ -27,7 +27,7 @@ class Row:
     Attributes:
         layer: index in the model
         tensor: "k" or "v"
-        encoder, gain, clip: how rows become codes
+        encoder, bits, gain, clip: how rows become codes
         condition: condition number of T, largest of the heads
         mean_norm: length of the mean, largest of the heads
         turning: RoPE pairs whose mean turns with the position
@@ -38,6 +38,7 @@ class Row:
     layer: int
     tensor: str
     encoder: str
+    bits: int
     gain: float
     clip: float
     condition: float
@@ -59,6 +60,7 @@ class Row:
             layer,
             tensor,
             calibration.encoder,
+            calibration.bits,
             calibration.gain,
             calibration.clip,
             float(torch.linalg.cond(calibration.transform.double()).max()),
@@ -91,12 +93,13 @@ def table(sidecar: Sidecar, found: Sequence[Row]) -> str:
         f"{model.num_kv_heads} KV heads of size {model.head_size}",
         f"method {sidecar.method}, a transform for each {sidecar.per}, groups of {sidecar.group_size}, sink "
         f"{sidecar.sink}, window {sidecar.window}, digest {sidecar.digest[:12]}",
+        f"{sidecar.bits_in_words} stored for an element of a key or value, scales and offsets counted",
         *(_printable(f"{name}: {value}") for name, value in sidecar.metadata.items() if value is not None),
     ]
     if sidecar.absent:
         lines.append(f"layers left out: {', '.join(map(str, sidecar.absent))}")
     lines.append(
-        f"{'layer':>5}{'':>3}{'encoder':>9}{'gain':>6}{'clip':>6}{'condition':>11}{'|mean|':>9}{'turning':>9}"
+        f"{'layer':>5}{'':>3}{'encoder':>9}{'bits':>6}{'gain':>6}{'clip':>6}{'condition':>11}{'|mean|':>9}{'turning':>9}"
         f"{'first dir.':>12}{'directions':>12}"
     )
     for row in found:
@@ -104,7 +107,7 @@ def table(sidecar: Sidecar, found: Sequence[Row]) -> str:
         if row.first_direction is not None and row.directions is not None:
             spectrum = f"{100 * row.first_direction:>11.1f}%{row.directions:>12.1f}"
         lines.append(
-            f"{row.layer:>5}{row.tensor:>3}{row.encoder:>9}{row.gain:>6.2f}{row.clip:>6.2f}{row.condition:>11.2f}"
+            f"{row.layer:>5}{row.tensor:>3}{row.encoder:>9}{row.bits:>6}{row.gain:>6.2f}{row.clip:>6.2f}{row.condition:>11.2f}"
             f"{row.mean_norm:>9.2f}{row.turning:>9}{spectrum}"
         )
     return "\n".join(lines)

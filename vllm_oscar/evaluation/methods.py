@@ -10,7 +10,6 @@ import torch
 from vllm_oscar.cache_layer import LS_KEY_GAIN
 from vllm_oscar.errors import ConfigError
 from vllm_oscar.evaluation.codecs import Codec, Kivi, KVarN, RotatedInt4
-from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
 
 
@@ -38,8 +37,7 @@ class Method:
     @classmethod
     def of_sidecar(cls, name: str, sidecar: Sidecar) -> "Method":
         """An OSCAR cache."""
-        layout = PageLayout(sidecar.fingerprint.head_size, block_size=16, group_size=sidecar.group_size)
-        return cls(name, "oscar", layout.bits_per_element, sidecar, None, sidecar.sink, sidecar.window)
+        return cls(name, "oscar", sidecar.bits_per_element, sidecar, None, sidecar.sink, sidecar.window)
 
     @classmethod
     def emulated(cls, name: str, codec: Codec, like: Sidecar) -> "Method":
@@ -55,7 +53,7 @@ def least_squares_keys(calibrated: Sidecar) -> Sidecar:
     """The same transforms with the cheap key encoder."""
 
     def cheaper(layer: LayerCalibration) -> LayerCalibration:
-        return replace(layer, key=replace(layer.key, encoder="ls", gain=LS_KEY_GAIN, metric=None))
+        return replace(layer, key=replace(layer.key, encoder="ls", gain=LS_KEY_GAIN[layer.key.bits], metric=None))
 
     return replace(calibrated, layers={index: cheaper(layer) for index, layer in calibrated.layers.items()})
 

@@ -77,9 +77,12 @@ class Model:
         kept = min(context, getattr(config, "sliding_window", None) or context)
         states = _state_bytes(config) * kinds.count("linear_attention") if "linear_attention" in kinds else 0
         elements = 2 * model.num_kv_heads * model.head_size  # of a token in a layer
-        layout = PageLayout(model.head_size, BLOCK, sidecar.group_size if sidecar else 0)
-        absent = sidecar.absent if sidecar else ()
-        packed = [index not in absent and kind != "linear_attention" for index, kind in enumerate(kinds)]
+        usual = PageLayout(model.head_size, BLOCK)
+        layouts = dict.fromkeys(range(len(kinds)), usual)
+        if sidecar:
+            layouts = {index: layer.layout(BLOCK, sidecar.group_size) for index, layer in sidecar.layers.items()}
+        packed = [index in layouts and kind != "linear_attention" for index, kind in enumerate(kinds)]
+        slot_layout = next(iter(layouts.values()), usual)  # copies are the same for all bits
 
         def cache(layer: Callable[[int], int]) -> Cache:
             """By the bytes of a token in each layer."""
@@ -91,10 +94,12 @@ class Model:
         return cls(
             weights,
             context,
-            int2=cache(lambda index: model.num_kv_heads * layout.token_bytes if packed[index] else 2 * elements),
+            int2=cache(
+                lambda index: model.num_kv_heads * layouts[index].token_bytes if packed[index] else 2 * elements
+            ),
             fp8=cache(lambda index: elements),
             bf16=cache(lambda index: 2 * elements),
-            slot=sum(packed) * HotPool.slot_bytes(layout, model.num_kv_heads, torch.bfloat16),
+            slot=sum(packed) * HotPool.slot_bytes(slot_layout, model.num_kv_heads, torch.bfloat16),
         )
 
 

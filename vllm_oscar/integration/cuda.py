@@ -70,7 +70,8 @@ class CudaMetadata(AttentionMetadata):
 
 
 class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
-    """Hands out slots and cuts the work of the decode kernel, for the layers of one KV-cache group."""
+    """Hands out slots and cuts the work of the decode kernel, for the layers of one KV-cache group that have pages of
+    one layout: vLLM builds one for each backend, and `OscarBackend.of` a layout is one."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
@@ -88,10 +89,8 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         if any(layer.impl.turns for layer in self.layers):
             self.position = torch.zeros(scheduler.max_num_batched_tokens, dtype=torch.int32, device=device)
         windows = {layer.impl.sliding_window for layer in self.layers}
-        heads, head_size = self.impl.num_kv_heads, self.impl.head_size
-        self.segments = {
-            window: Segments.allocate(scheduler.max_num_seqs, heads, head_size, device) for window in windows
-        }
+        heads, layout = self.impl.num_kv_heads, self.impl.layout
+        self.segments = {window: Segments.allocate(scheduler.max_num_seqs, heads, layout, device) for window in windows}
         for window in windows:
             first, *others = [layer.impl for layer in self.layers if layer.impl.sliding_window == window]
             first.reads = ReadCounter(self.runtime.counters.reads, 1 + len(others))
@@ -117,7 +116,6 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         if self._reencode is not None and grown:
             encode_metric.reencode(
                 self._reencode,
-                impl.layout,
                 table,
                 common.block_table_tensor,
                 seq_lens,
@@ -173,6 +171,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             metric = [layer for layer in self.layers if layer.impl.owns_cache and layer.impl.metric_tables is not None]
             if metric:
                 self._reencode = encode_metric.ReencodeTable.of(
+                    self.impl.layout,
                     [layer.impl.pages(layer.kv_cache) for layer in metric],
                     [layer.impl.pool for layer in metric],
                     [layer.impl.metric_tables for layer in metric],

@@ -18,6 +18,7 @@ from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.refusal import BF16, refuse
 from vllm_oscar.integration.runtime import OscarRuntime
 from vllm_oscar.integration.sleep import lost_in_sleep
+from vllm_oscar.page_layout import PageLayout
 
 
 @contextmanager
@@ -31,7 +32,7 @@ class OscarImpl(AttentionImpl[Any]):
     """One layer. Subclasses add `run`. The constructor's signature is vLLM's.
 
     Attributes:
-        layout: of the layer's pages
+        layout: of the layer's pages; its bits are known once the weights are loaded
         cache_layer: (m, T, B) and the encoders, once the weights are loaded
         pool: the layer's BF16 copies, likewise
 
@@ -71,7 +72,7 @@ class OscarImpl(AttentionImpl[Any]):
         self.vllm_config = get_current_vllm_config()
         with torch_defaults():
             self.runtime = OscarRuntime.shared(self.vllm_config)
-        self.layout = self.runtime.layout(head_size)
+        self.layout = PageLayout(head_size, self.runtime.block_size, self.runtime.sidecar.group_size)
         self.target: OscarImpl | None = None
         self.is_shared = False  # whether a later layer reads this one's keys and values
         self.fresh: tuple[torch.Tensor, torch.Tensor] | None = None  # this step's raw rows, kept for such a layer
@@ -112,12 +113,13 @@ class OscarImpl(AttentionImpl[Any]):
             UnsupportedError: the layer does something that our attention does not.
         """
         refuse_unsupported_layer(module, self.head_size)
-        module.attn_backend = self.backend
         layers = self.vllm_config.compilation_config.static_forward_context
         if self.target_name is not None:
             target = layers[self.target_name].impl
             target.is_shared = True
             self.target, self.cache_layer, self.pool = target, target.cache_layer, target.pool
+            self.layout = self.cache_layer.layout
+            module.attn_backend = self.backend
             return
         device: torch.device = module.get_buffer("_k_scale").device
         self.runtime.plan_pool(device)
@@ -127,7 +129,15 @@ class OscarImpl(AttentionImpl[Any]):
                 f"{name} has {self.num_kv_heads} KV heads of size {self.head_size}, not those of the model's "
                 "configuration; use --kv-cache-dtype auto"
             )
-        self.cache_layer = CacheLayer.of(calibration, self.layout, self.runtime.dtype, self.runtime.config.key_encoder)
+        self.cache_layer = CacheLayer.of(
+            calibration,
+            self.runtime.block_size,
+            self.runtime.sidecar.group_size,
+            self.runtime.dtype,
+            self.runtime.config.key_encoder,
+        )
+        self.layout = self.cache_layer.layout
+        module.attn_backend = self.backend
         with lost_in_sleep():  # its copies prove nothing then
             self.pool = HotPool.allocate(
                 self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device

@@ -100,6 +100,21 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     )
 
 
+def refuse_pages_of_several_sizes(vllm_config: "VllmConfig", token_bytes: set[int]) -> None:
+    """Layers with different numbers of bits lie side by side where all of them attend alike. Else vLLM plans pages of
+    one size, and would make all as large as the largest.
+
+    Args:
+        token_bytes: of a KV head, in each layer
+    """
+    refuse(
+        len(token_bytes) > 1 and len(set(_layer_types(vllm_config))) > 1,
+        "a sidecar whose layers have different numbers of bits where only some layers have a sliding window: vLLM "
+        "would make all pages as large as the largest",
+        "calibrate with the same bits for all layers (oscar calibrate --bits k3v2)",
+    )
+
+
 def _layer_types(vllm_config: "VllmConfig") -> list[str]:
     """How each layer attends, where they differ."""
     return getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or []

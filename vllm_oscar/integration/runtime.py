@@ -6,7 +6,8 @@ a process may hold several engines and nothing of ours is global.
 
 import logging
 import os
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
-from vllm_oscar.integration.refusal import refuse_other_layers, refuse_unsupported_engine
+from vllm_oscar.integration.refusal import refuse_other_layers, refuse_pages_of_several_sizes, refuse_unsupported_engine
 from vllm_oscar.integration.seams import asks_for_pages
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
@@ -68,8 +69,7 @@ class OscarRuntime:
     def __init__(self, vllm_config: "VllmConfig") -> None:
         self.config, self.sidecar, path = asked_for(vllm_config, rank_heads)
         self.vllm_config = vllm_config
-        model = self.sidecar.fingerprint
-        choose_block_size(vllm_config.cache_config, PageLayout(model.head_size, 16, self.sidecar.group_size))
+        choose_block_size(vllm_config.cache_config, self.sidecar.layouts(64))
         # vLLM's own number becomes that of the smallest blocks later, where layers in 16 bits have smaller ones
         self.block_size: int = vllm_config.cache_config.block_size
         self._log_sidecar(path)
@@ -117,10 +117,6 @@ class OscarRuntime:
                 sidecar.sink,
                 sidecar.window,
             )
-
-    def layout(self, head_size: int) -> PageLayout:
-        """Pages of a layer of this engine."""
-        return PageLayout(head_size, self.block_size, self.sidecar.group_size)
 
     def contract(self) -> HotContract:
         return HotContract(self.config.sink, self.config.window, self.block_size)
@@ -216,10 +212,12 @@ class OscarRuntime:
             ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
         logger.info(
-            "OSCAR %s, %s: %d layers in INT2, %d not; %s bytes a token in the former, %s with 16 bits%s; sidecar %s",
+            "OSCAR %s, %s: %d layers with %s an element, %d not; %s bytes a token in the former, %s with 16 bits%s; "
+            "sidecar %s",
             __version__,
             kernels,
             len(ours),
+            self.sidecar.bits_in_words,
             len(impls) - len(ours),
             f"{int2:,}",
             f"{bf16:,}",
@@ -289,7 +287,12 @@ class OscarRuntime:
         tables = list(self._tables.values())
         used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).amax()
         limits = torch.stack([table.limits for table in tables]).amin(0).long()
-        evicted = torch.cat([table.evictions for table in tables]).sum()
+        # layers of one KV-cache group with pages of several layouts have tables of the same content
+        layers = self.vllm_config.compilation_config.static_forward_context
+        by_layout = defaultdict(list)
+        for name, table in self._tables.items():
+            by_layout[layers[name].impl.layout].append(table.evictions)
+        evicted = torch.stack([torch.cat(evictions).sum() for evictions in by_layout.values()]).amax()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
         return torch.cat(
             [used[None], limits, torch.stack([evicted, shrunk]), self.counters.saturated_rows, self.counters.reads]
@@ -357,7 +360,9 @@ def asked_for(
     if options.rotation == "hadamard":
         return options, Sidecar.hadamard(fingerprint), None
     path = find_sidecar(model.model, options.sidecar, model.revision)
-    return options, Sidecar.load(path, fingerprint, held(fingerprint)), path
+    sidecar = Sidecar.load(path, fingerprint, held(fingerprint))
+    refuse_pages_of_several_sizes(vllm_config, {layout.token_bytes for layout in sidecar.layouts(64)})
+    return options, sidecar, path
 
 
 def calibrate_if_missing(vllm_config: "VllmConfig") -> None:
@@ -386,7 +391,7 @@ def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> 
     vllm_config.additional_config = {**given, "oscar_in_use": {**asdict(options), "digest": digest}}
 
 
-def choose_block_size(cache_config: Any, layout: PageLayout) -> None:
+def choose_block_size(cache_config: Any, layouts: Iterable[PageLayout]) -> None:
     """Set the block size that the layers are built for, unless the user did.
 
     vLLM asks a backend too (Platform.update_block_size_for_backend), but after the layers are loaded, and it may ask
@@ -394,12 +399,13 @@ def choose_block_size(cache_config: Any, layout: PageLayout) -> None:
     size even so, until a page holds the smallest block of such a layer; we begin there.
 
     Args:
-        layout: of some block size
+        layouts: of the layers, with blocks of some size
     """
     if cache_config.user_specified_block_size:
         return
     size = OscarBackend.get_preferred_block_size(cache_config.block_size)
     if cache_config.kv_cache_dtype_skip_layers and asks_for_pages():
+        layout = min(layouts, key=lambda layout: layout.token_bytes)
         while size * layout.token_bytes < SMALLEST_16_BIT_BLOCK[current_platform.is_cpu()] * 4 * layout.head_size:
             size *= 2
     cache_config.block_size = size

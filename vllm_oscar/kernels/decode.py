@@ -14,7 +14,8 @@ The units of a row are one operand (D = 128: 16 units, 16 deep), so nothing is s
 tokens make one such row; the columns are then (parity of the token, pair) and the query is block-diagonal.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,7 +39,7 @@ from vllm_oscar.kernels.product import scaled
 from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, segments_of, tile_tokens
 from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
-from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
+from vllm_oscar.kernels.unpack import POSITIONS, in_bytes, ninth_bit, offset_of, scale_of, unpack, weight, weights
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.quantizer import FP16_MAX
 from vllm_oscar.rotation import Transform
@@ -48,6 +49,108 @@ _FP16_MAX: tl.constexpr = tl.constexpr(FP16_MAX)
 _HIDDEN: tl.constexpr = tl.constexpr(-1e6)  # its logit, in units of log 2
 _STAGES = 5  # of the plain loop: the block-table load takes two of them
 _COPY_STAGES = 3
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What the kernel is compiled for, one constant. Page offsets are in bytes.
+
+    Attributes:
+        columns, tiles: of a column tile, and how many there are
+        ratio, q_len: query heads of a KV head, queries of a sequence
+        head_size, units: of a row
+        width, parities: of an operand, padded units of `parities` neighbouring tokens
+        groups: that share a scale and an offset
+        block_size, value_codes, meta: of the page
+        key_bits, value_bits: of a code
+        sliding_window: or 0
+        capped: whether logits are
+        sinks, window, capacity: of `copies`, see `prepare`
+        tile, granule: tokens at a time, INT2 and copies
+        depth: of the turning mean's product, or 0
+    """
+
+    columns: int
+    tiles: int
+    ratio: int
+    q_len: int
+    head_size: int
+    units: int
+    width: int
+    parities: int
+    groups: int
+    block_size: int
+    value_codes: int
+    meta: int
+    key_bits: int
+    value_bits: int
+    sliding_window: int
+    capped: bool
+    sinks: int
+    window: int
+    capacity: int
+    tile: int
+    granule: int
+    depth: int
+
+
+class _Query(NamedTuple):
+    """A KV head's columns, C of them: those of the tile, for each parity.
+
+    Attributes:
+        folded: for each position fp16 [width, C], in the order of the operand's units, see `_operand`
+        by_words: of 3-bit keys the last position's in the order of the words, for the codes' ninth bit
+        sums: for each group [C], see `prepare`
+        factor: scalar, likewise
+        constant: [C], likewise
+        cap: of logits, in units of log 2
+        last: [C], the last token that the column's query sees
+        turning: own and partner's coefficients of `waves`, each [DEPTH, C], see `_decode`
+        steps: of the waves, [DEPTH, 1]
+    """
+
+    folded: Any
+    by_words: Any
+    sums: Any
+    factor: Any
+    constant: Any
+    cap: Any
+    last: Any
+    turning: Any
+    steps: Any
+
+
+class _Sums(NamedTuple):
+    """Of the softmax so far.
+
+    Attributes:
+        m: [C], the largest score
+        total: [8, C], of probabilities
+        offsets: for each group [8, C], of probability * offset
+        o: for each position [width, C], of probability * scale * code
+    """
+
+    m: Any
+    total: Any
+    offsets: Any
+    o: Any
+
+
+class _Place(NamedTuple):
+    """Where a tile's tokens are: element offsets.
+
+    Attributes:
+        key, value: of the units' first words, [R, width] and [width, R]
+        key_rest, value_rest: of the words with what else the units have, likewise; of 3-bit keys a word has two units'
+            bytes, and the operand's two halves are the lower and the upper bytes of the same words
+        meta: for each parity [R], of the first word
+    """
+
+    key: Any
+    key_rest: Any
+    value: Any
+    value_rest: Any
+    meta: Any
 
 
 @triton.jit
@@ -101,144 +204,202 @@ def _capped(x, cap):
 
 
 @triton.jit
-def _plain_step(
-    pages16, pages32, key, value, meta, q, factor, sums, turning, constant, cap, position, last, m, total, offsets, o,
-    N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+def _units(pages16, words, rest, kept, kept_rest, BITS: tl.constexpr):
+    """What `unpack` takes, from element offsets. kept, kept_rest: which exist, or None if all do."""
+    units = (tl.load(pages16 + words, mask=kept, other=None if kept is None else 0),)
+    if BITS > 2:
+        units = (units[0], tl.load(pages16 + rest, mask=kept_rest, other=None if kept_rest is None else 0))
+    return units
+
+
+@triton.jit
+def _scores(keys, query, FIRST: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Of a group's COUNT positions from FIRST on, fp32 [R, C]."""
+    s = tl.zeros([keys[0].shape[0], query.last.shape[0]], tl.float32)
+    for j in tl.static_range(FIRST, FIRST + COUNT):
+        s = tl.dot(unpack(keys, j, BITS), query.folded[j], s)
+        if BITS == 3 and j == POSITIONS - 1:
+            s = tl.dot(ninth_bit(keys[0]), query.by_words, s)
+    return s
+
+
+@triton.jit
+def _plain_step(pages, at, query, turning, position, sums, FORM: tl.constexpr, MASKED: tl.constexpr):
     """One tile of INT2 tokens.
 
-    key, value: element offsets [R, UP], [UP, R]; meta: of the first word, one [R] a parity; position: likewise;
-    turning: see `_turning`.
+    pages: as int32 and int16; at: `_Place`; turning: see `_turning`; position: of the tokens if MASKED, for each
+    parity [R].
     """
-    R: tl.constexpr = key.shape[0]
-    C: tl.constexpr = PARITIES * N
+    N: tl.constexpr = FORM.columns
+    U: tl.constexpr = FORM.units
+    WIDTH: tl.constexpr = FORM.width
+    PARITIES: tl.constexpr = FORM.parities
+    GROUPS: tl.constexpr = FORM.groups
+    KEY_BITS: tl.constexpr = FORM.key_bits
+    VALUE_BITS: tl.constexpr = FORM.value_bits
+    R: tl.constexpr = at.key.shape[0]
     IN_GROUP: tl.constexpr = POSITIONS // GROUPS
-    if UP == PARITIES * U:
-        k16 = tl.load(pages16 + key)
-        v16 = tl.load(pages16 + value)
-    else:
-        u = tl.arange(0, UP)
-        k16 = tl.load(pages16 + key, mask=(u < U)[None, :], other=0)
-        v16 = tl.load(pages16 + value, mask=(u < U)[:, None], other=0)
+    PADDED: tl.constexpr = WIDTH != PARITIES * U
+    kept = tl.arange(0, WIDTH) < U
+    key_kept = kept[None, :] if PADDED else None
+    rest_kept = key_kept
+    if PADDED and KEY_BITS == 3:
+        rest_kept = (tl.arange(0, WIDTH) % (WIDTH // 2) < PARITIES * U // 2)[None, :]
+    value_kept = kept[:, None] if PADDED else None
+    keys = _units(pages[1], at.key, at.key_rest, key_kept, rest_kept, KEY_BITS)
+    values = _units(pages[1], at.value, at.value_rest, value_kept, value_kept, VALUE_BITS)
 
     for g in tl.static_range(GROUPS):
-        s = tl.dot(unpack(k16, g * IN_GROUP), q[g * IN_GROUP])
-        for j in tl.static_range(1, IN_GROUP):
-            s = tl.dot(unpack(k16, g * IN_GROUP + j), q[g * IN_GROUP + j], s)
+        s = _scores(keys, query, g * IN_GROUP, IN_GROUP, KEY_BITS)
         scale = ()
         offset = ()
         for parity in tl.static_range(PARITIES):
-            word = tl.load(pages32 + meta[parity] + g)
+            word = tl.load(pages[0] + at.meta[parity] + g)
             scale = scale + (scale_of(word),)
             offset = offset + (offset_of(word),)
-        term = s * _spread(scale, N, PARITIES) + _spread(offset, N, PARITIES) * sums[g][None, :]
+        term = s * _spread(scale, N, PARITIES)
+        term += _spread(offset, N, PARITIES) * query.sums[g][None, :]
         x = term if g == 0 else x + term  # type: ignore[has-type]  # noqa: F821
-    if DEPTH:
-        x = add_waves(x, turning[0], turning[1])
-    unit = factor
-    if CAPPED:
-        x = _capped(x * factor + constant[None, :], cap)
-        unit = 1.0
-    if MASKED:
-        x = _visible(x, position, last, unit, N, PARITIES, SLIDING_WINDOW)
-    p, decay, m, total = _softmax_step(x, m, total, unit)
+    p, decay, m, total = _softmax(x, query, turning, position, sums, FORM, MASKED)
 
-    new_offsets = ()
-    new_o = ()
+    offsets = ()
+    o = ()
     for g in tl.static_range(GROUPS):
         scale = ()
         offset = ()
         for parity in tl.static_range(PARITIES):
-            word = tl.load(pages32 + meta[parity] + GROUPS + g)
+            word = tl.load(pages[0] + at.meta[parity] + GROUPS + g)
             if MASKED:  # a token that nobody sees may have anything here
                 word = tl.where(position[parity] < _NEVER, word, 0)
             scale = scale + (scale_of(word),)
             offset = offset + (offset_of(word),)
-        weighted = tl.reshape(p * _spread(offset, N, PARITIES), (R // 8, 8, C))
-        new_offsets = new_offsets + (offsets[g] * decay[None, :] + tl.sum(weighted, 0),)
+        weighted = tl.reshape(p * _spread(offset, N, PARITIES), (R // 8, 8, PARITIES * N))
+        offsets = offsets + (sums.offsets[g] * decay[None, :] + tl.sum(weighted, 0),)
         ph = (p * _spread(scale, N, PARITIES)).to(tl.float16)
         for j in tl.static_range(IN_GROUP):
-            scaled = o[g * IN_GROUP + j] * decay[None, :]
-            new_o = new_o + (tl.dot(unpack(v16, g * IN_GROUP + j), ph, scaled),)
-    return m, total, new_offsets, new_o
+            scaled = sums.o[g * IN_GROUP + j] * decay[None, :]
+            o = o + (tl.dot(unpack(values, g * IN_GROUP + j, VALUE_BITS), ph, scaled),)
+    return _Sums(m, total, offsets, o)
 
 
 @triton.jit
-def _copies_step(
-    rows, key, value, hot, q, factor, turning, constant, cap, position, last, m, total, offsets, o,
-    N: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr, CAPPED: tl.constexpr,
-    SLIDING_WINDOW: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """One granule of BF16 copies.
-
-    key, value: element offsets [R, UP], [UP, R] of channel 0 of each unit; hot: tokens that have one, a [R] a parity
-    """
-    R: tl.constexpr = key.shape[0]
-    C: tl.constexpr = PARITIES * N
-    u = tl.arange(0, UP)
-    # a row that proves nothing may hold NaN, which not even a weight of zero would stop; fp16 has all bits of BF16,
-    # and transformed rows, normalised to unit variance, stay far inside its range
-    keep = _spread(hot, UP // PARITIES, PARITIES) & (u < PARITIES * U)[None, :]
-    keep_t = _spread_t(hot, UP // PARITIES, PARITIES) & (u < PARITIES * U)[:, None]
-    # q_J carries 4^-(J mod 5): Horner's scheme over the exponents, largest first
-    s = tl.zeros([R, C], tl.float32)
-    for i in tl.static_range(4, -1, -1):
-        k = tl.load(rows + key + i * U, mask=keep, other=0.0).to(tl.float16)
-        s = tl.dot(k, q[i], s * 4.0)
-        if i + 5 < POSITIONS:
-            k = tl.load(rows + key + (i + 5) * U, mask=keep, other=0.0).to(tl.float16)
-            s = tl.dot(k, q[i + 5], s)
-    x = s * 5.9604644775390625e-08  # 2^-24, which the codes have and the copies have not
+def _softmax(x, query, turning, position, sums, FORM: tl.constexpr, MASKED: tl.constexpr):
+    """Scores of a tile, without what the turning mean adds -> `_softmax_step`."""
+    N: tl.constexpr = FORM.columns
+    PARITIES: tl.constexpr = FORM.parities
+    SLIDING_WINDOW: tl.constexpr = FORM.sliding_window
+    CAPPED: tl.constexpr = FORM.capped
+    DEPTH: tl.constexpr = FORM.depth
     if DEPTH:
         x = add_waves(x, turning[0], turning[1])
-    unit = factor
+    unit = query.factor
     if CAPPED:
-        x = _capped(x * factor + constant[None, :], cap)
+        x = _capped(x * query.factor + query.constant[None, :], query.cap)
         unit = 1.0
-    x = _visible(x, position, last, unit, N, PARITIES, SLIDING_WINDOW)
-    p, decay, m, total = _softmax_step(x, m, total, unit)
-    ph = p.to(tl.float16)
-    new_offsets = ()
-    for g in tl.static_range(GROUPS):
-        new_offsets = new_offsets + (offsets[g] * decay[None, :],)
-    new_o = ()
-    for j in tl.static_range(POSITIONS):
-        v = tl.load(rows + value + j * U, mask=keep_t, other=0.0).to(tl.float16)
-        new_o = new_o + (o[j] * decay[None, :] + tl.dot(v, ph) * (4 ** (j % 5) / 16777216),)  # 4^i 2^-24
-    return m, total, new_offsets, new_o
+    if MASKED:
+        x = _visible(x, position, query.last, unit, N, PARITIES, SLIDING_WINDOW)
+    return _softmax_step(x, sums.m, sums.total, unit)
 
 
 @triton.jit
-def _turning(wave, coefficients, steps, t0, DEPTH: tl.constexpr):
+def _copies_step(rows, key, value, hot, query, turning, position, sums, FORM: tl.constexpr):
+    """One granule of BF16 copies.
+
+    key, value: element offsets [R, width], [width, R] of channel 0 of each unit; hot: tokens that have one, a [R] a
+    parity; the rest as for `_plain_step`.
+    """
+    N: tl.constexpr = FORM.columns
+    U: tl.constexpr = FORM.units
+    WIDTH: tl.constexpr = FORM.width
+    PARITIES: tl.constexpr = FORM.parities
+    GROUPS: tl.constexpr = FORM.groups
+    KEY_BITS: tl.constexpr = FORM.key_bits
+    VALUE_BITS: tl.constexpr = FORM.value_bits
+    R: tl.constexpr = key.shape[0]
+    C: tl.constexpr = PARITIES * N
+    u = tl.arange(0, WIDTH)
+    # a row that proves nothing may hold NaN, which not even a weight of zero would stop; fp16 has all bits of BF16,
+    # and transformed rows, normalised to unit variance, stay far inside its range
+    used = u < PARITIES * U
+    keep = _spread(hot, WIDTH // PARITIES, PARITIES) & used[None, :]
+    keep_t = _spread_t(hot, WIDTH // PARITIES, PARITIES) & used[:, None]
+    # q_J carries 1/weight: Horner's scheme over the weights, largest first
+    s = tl.zeros([R, C], tl.float32)
+    for i in tl.static_range(weights(KEY_BITS) - 1, -1, -1):
+        s *= 1 << KEY_BITS
+        for j in tl.static_range(POSITIONS):
+            if weight(KEY_BITS, j) == 1 << i * KEY_BITS:
+                k = tl.load(rows + key + j * U, mask=keep, other=0.0).to(tl.float16)
+                s = tl.dot(k, query.folded[j], s)
+    x = s * 5.9604644775390625e-08  # 2^-24, which the codes have and the copies have not
+    p, decay, m, total = _softmax(x, query, turning, position, sums, FORM, True)
+    ph = p.to(tl.float16)
+    offsets = ()
+    for g in tl.static_range(GROUPS):
+        offsets = offsets + (sums.offsets[g] * decay[None, :],)
+    o = ()
+    for j in tl.static_range(POSITIONS):
+        v = tl.load(rows + value + j * U, mask=keep_t, other=0.0).to(tl.float16)
+        o = o + (sums.o[j] * decay[None, :] + tl.dot(v, ph) * (weight(VALUE_BITS, j) / 16777216),)
+    return _Sums(m, total, offsets, o)
+
+
+@triton.jit
+def _operand(folded, J: tl.constexpr, FORM: tl.constexpr, BY_BYTES: tl.constexpr):
+    """A tile's folded queries for one position, fp16 [width, C]; block-diagonal where a row has two tokens.
+
+    Units are in the order of their words, or BY_BYTES in that of `_Place.key_rest`: even ones first, then odd ones.
+    """
+    N: tl.constexpr = FORM.columns
+    U: tl.constexpr = FORM.units
+    WIDTH: tl.constexpr = FORM.width
+    u = tl.arange(0, WIDTH)
+    if BY_BYTES:
+        u = u % (WIDTH // 2) * 2 + u // (WIDTH // 2)
+    c = tl.arange(0, FORM.parities * N)
+    at = folded + (u % U + J * U)[:, None] * N + (c % N)[None, :]
+    return tl.load(at, mask=(u // U)[:, None] == (c // N)[None, :], other=0.0)
+
+
+@triton.jit
+def _turning(wave, query, t0, DEPTH: tl.constexpr):
     """What the turning mean adds to the scores of a tile from token t0 on, as two factors (see `add_waves`).
 
-    wave: `waves` of the tile's tokens, counted from its first; coefficients: own and partner's, [DEPTH, C], see
-    `_decode`; steps: [DEPTH, 1].
+    wave: `waves` of the tile's tokens, counted from its first
     """
     factors = ()
     if DEPTH:
-        cos, sin = cos_sin(steps, t0)
-        factors = (wave, halves(coefficients[0] * cos + coefficients[1] * sin))
+        cos, sin = cos_sin(query.steps, t0)
+        factors = (wave, halves(query.turning[0] * cos + query.turning[1] * sin))
     return factors
 
 
 @triton.jit
-def _tile(
-    table, t0, r, length, page_block_stride, inside,
-    P: tl.constexpr, T: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, W: tl.constexpr,
-    VALUE: tl.constexpr, META: tl.constexpr, PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """Element offsets of a tile from token t0 on (see `_plain_step`), a multiple of T unless PARTIAL.
+def _tile(table, t0, r, length, page_block_stride, inside, FORM: tl.constexpr, PARTIAL: tl.constexpr):
+    """`_Place` of a tile's tokens t0 + r, t0 a multiple of the tile unless PARTIAL.
 
     If PARTIAL, tokens may lie past the end of the sequence.
     """
-    u = tl.arange(0, UP)
+    U: tl.constexpr = FORM.units
+    WIDTH: tl.constexpr = FORM.width
+    PARITIES: tl.constexpr = FORM.parities
+    GROUPS: tl.constexpr = FORM.groups
+    P: tl.constexpr = FORM.block_size
+    VALUE_CODES: tl.constexpr = FORM.value_codes
+    META: tl.constexpr = FORM.meta
+    KEY_BITS: tl.constexpr = FORM.key_bits
+    VALUE_BITS: tl.constexpr = FORM.value_bits
+    T: tl.constexpr = FORM.tile
+    W: tl.constexpr = 2 * GROUPS  # words of a token
+    u = tl.arange(0, WIDTH)
     if P % T == 0 and not PARTIAL:  # in one page
         base = tl.load(table + t0 // P).to(tl.int64) * page_block_stride + inside
         off = t0 % P
         key = base * 2 + off * U + r[:, None] * U + u[None, :]
-        value = base * 2 + VALUE // 2 + off * U + r[None, :] * U + u[:, None]
+        key_rest = key
+        if KEY_BITS == 3:
+            key_rest = base * 2 + P * U + off * (U // 2) + r[:, None] * (U // 2) + (u % (WIDTH // 2))[None, :]
+        value = base * 2 + VALUE_CODES // 2 + off * U + r[None, :] * U + u[:, None]
         word = base + META // 4 + off * W + r * W
     else:
         token = t0 + r
@@ -251,12 +412,20 @@ def _tile(
             off = r % P
         base = tl.load(table + page).to(tl.int64) * page_block_stride + inside
         key = (base * 2 + off * U)[:, None] + u[None, :]
-        value = (base * 2 + VALUE // 2 + off * U)[None, :] + u[:, None]
+        key_rest = key
+        if KEY_BITS == 3:
+            key_rest = (base * 2 + P * U + off * (U // 2))[:, None] + (u % (WIDTH // 2))[None, :]
+        value = (base * 2 + VALUE_CODES // 2 + off * U)[None, :] + u[:, None]
         word = base + META // 4 + off * W
+    if KEY_BITS == 4:
+        key_rest = key + P * U
+    value_rest = value
+    if VALUE_BITS == 4:
+        value_rest = value + P * U
     meta = (word,)
     if PARITIES == 2:
         meta = (word, word + W)
-    return key, value, meta
+    return _Place(key, key_rest, value, value_rest, meta)
 
 
 @triton.jit
@@ -268,16 +437,31 @@ def _slot(copies, token, origin, end, SINKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ragged", "table_stride"])
 def _decode(
-    folded, sums_ptr, starts, ragged, step, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial,
+    folded, sums_ptr, starts, ragged, step, copies, pages32, pages16, rows, block_table, seq_lens, segments, partial,
     lse, cap, page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
-    N: tl.constexpr, TILES: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr,
-    D: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr,
-    P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
-    T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
-    DEPTH: tl.constexpr, SINK_LOGITS: tl.constexpr, RELEASES: tl.constexpr,
+    FORM: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
+    SINK_LOGITS: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
-    """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
+    """Strides of pages are in int32 words."""
+    N: tl.constexpr = FORM.columns
+    TILES: tl.constexpr = FORM.tiles
+    RATIO: tl.constexpr = FORM.ratio
+    Q_LEN: tl.constexpr = FORM.q_len
+    D: tl.constexpr = FORM.head_size
+    U: tl.constexpr = FORM.units
+    WIDTH: tl.constexpr = FORM.width
+    PARITIES: tl.constexpr = FORM.parities
+    GROUPS: tl.constexpr = FORM.groups
+    P: tl.constexpr = FORM.block_size
+    VALUE_BITS: tl.constexpr = FORM.value_bits
+    CAPPED: tl.constexpr = FORM.capped
+    SINKS: tl.constexpr = FORM.sinks
+    WINDOW: tl.constexpr = FORM.window
+    CAPACITY: tl.constexpr = FORM.capacity
+    T: tl.constexpr = FORM.tile
+    G: tl.constexpr = FORM.granule
+    DEPTH: tl.constexpr = FORM.depth
+    KEY_BITS: tl.constexpr = FORM.key_bits
     place = tl.program_id(0)
     segment = tl.program_id(1)
     head = (place // TILES).to(tl.int64)
@@ -296,20 +480,21 @@ def _decode(
     table = block_table + seq.to(tl.int64) * table_stride
 
     C: tl.constexpr = PARITIES * N
-    W: tl.constexpr = 2 * GROUPS  # words of a token
-    u = tl.arange(0, UP)
+    u = tl.arange(0, WIDTH)
     c = tl.arange(0, C)
     index = seq * tl.num_programs(0) + place
+    own_folded = folded + index.to(tl.int64) * (D * N)
     q = ()
     for j in tl.static_range(POSITIONS):
-        at = folded + index.to(tl.int64) * (D * N) + (j * U + u % U)[:, None] * N + (c % N)[None, :]
-        kept = (u // U)[:, None] == (c // N)[None, :]
-        q = q + (tl.load(at, mask=kept, other=0.0),)
+        q = q + (_operand(own_folded, j, FORM, in_bytes(KEY_BITS, j)),)
+    by_words = q[POSITIONS - 1]
+    if KEY_BITS == 3:
+        by_words = _operand(own_folded, POSITIONS - 1, FORM, False)
     own = sums_ptr + index * (1 + N * (GROUPS + 1 + DEPTH))
     factor = tl.load(own)
-    sums = ()
+    sums_of_q = ()
     for g in tl.static_range(GROUPS):
-        sums = sums + (tl.load(own + 1 + g * N + c % N),)
+        sums_of_q = sums_of_q + (tl.load(own + 1 + g * N + c % N),)
     constant = tl.zeros([C], tl.float32)
     if CAPPED:
         constant = tl.load(own + 1 + GROUPS * N + c % N)
@@ -328,6 +513,7 @@ def _decode(
         turning = (a * cos + b * sin, b * cos - a * sin)
     # the last token that a column's query sees
     last = length - queries + ((place % TILES) * N + c % N) // RATIO
+    query = _Query(q, by_words, sums_of_q, factor, constant, cap, last, turning, steps)
 
     m = tl.zeros([C], tl.float32) + (_HIDDEN if CAPPED else _HIDDEN / factor)
     total = tl.zeros([8, C], tl.float32)
@@ -336,27 +522,25 @@ def _decode(
         offsets = offsets + (tl.zeros([8, C], tl.float32),)
     o = ()
     for j in tl.static_range(POSITIONS):
-        o = o + (tl.zeros([UP, C], tl.float32),)
+        o = o + (tl.zeros([WIDTH, C], tl.float32),)
+    sums = _Sums(m, total, offsets, o)
 
     # whole tiles of plain INT2, no mask
+    pages = (pages32, pages16)
     inside = head * page_head_stride
     r = tl.arange(0, T // PARITIES) * PARITIES
     wave = ()
     if DEPTH:
         wave = waves(step, r, DEPTH)
     for t0 in tl.range(fast_lo, fast_hi, T, num_stages=STAGES):
-        key, value, meta = _tile(
-            table, t0, r, length, page_block_stride, inside, P, T, U, UP, PARITIES, W, VALUE, META, False
-        )
-        m, total, offsets, o = _plain_step(
-            pages16, pages32, key, value, meta, q, factor, sums, _turning(wave, turning, steps, t0, DEPTH), constant,
-            cap, meta, last, m, total, offsets, o, N, PARITIES, GROUPS, CAPPED, False, SLIDING_WINDOW, U, UP, DEPTH,
-        )  # fmt: skip
+        tile = _tile(table, t0, r, length, page_block_stride, inside, FORM, False)
+        sums = _plain_step(pages, tile, query, _turning(wave, query, t0, DEPTH), (), sums, FORM, False)
 
     release(RELEASES)
     # the rest: first what has no copy, which is little or nothing. What lies before the window of every query is not
     # looked at: its blocks may be gone, with anything in their place
     first_seen = 0
+    SLIDING_WINDOW: tl.constexpr = FORM.sliding_window
     if SLIDING_WINDOW:
         first_seen = length - Q_LEN + 1 - SLIDING_WINDOW
     copies += (seq * (tl.num_programs(0) // TILES) + place // TILES) * CAPACITY
@@ -373,20 +557,20 @@ def _decode(
             position = position + (tl.where(cold, token, _NEVER),)
             most += tl.sum(cold.to(tl.int32), 0)
         if most > 0:
-            key, value, meta = _tile(
-                table, t0, r, length, page_block_stride, inside, P, T, U, UP, PARITIES, W, VALUE, META, True
-            )
-            m, total, offsets, o = _plain_step(
-                pages16, pages32, key, value, meta, q, factor, sums, _turning(wave, turning, steps, t0, DEPTH),
-                constant, cap, position, last, m, total, offsets, o,
-                N, PARITIES, GROUPS, CAPPED, True, SLIDING_WINDOW, U, UP, DEPTH,
-            )  # fmt: skip
+            tile = _tile(table, t0, r, length, page_block_stride, inside, FORM, True)
+            sums = _plain_step(pages, tile, query, _turning(wave, query, t0, DEPTH), position, sums, FORM, True)
 
-    # then the copies
+    # then the copies, whose channels are in the order of the words
+    if KEY_BITS == 3:
+        q = ()
+        for j in tl.static_range(POSITIONS):
+            q = q + (_operand(own_folded, j, FORM, False),)
+        query = _Query(q, by_words, sums_of_q, factor, constant, cap, last, turning, steps)
     r = tl.arange(0, G // PARITIES) * PARITIES
     wave = ()
     if DEPTH:
         wave = waves(step, r, DEPTH)
+    TO_VALUE: tl.constexpr = P * D  # from a token's key
     inner = u // U % PARITIES * D + u % U
     before = tl.cdiv(fast_lo - lo, G)
     for i in tl.range(0, before + tl.cdiv(hi - fast_hi, G), num_stages=COPY_STAGES):
@@ -401,17 +585,17 @@ def _decode(
             hot = hot + (found >= 0,)
             position = position + (tl.where(found >= 0, token, _NEVER),)
             slot = tl.maximum(slot, found)  # both tokens of a pair are in one block
-        copy = slot.to(tl.int64) * rows_slot_stride + head * rows_head_stride + (t0 + r) % P * D
-        m, total, offsets, o = _copies_step(
-            rows, copy[:, None] + inner[None, :], (copy + P * D)[None, :] + inner[:, None], hot,
-            q, factor, _turning(wave, turning, steps, t0, DEPTH), constant, cap, position, last, m, total, offsets, o,
-            N, PARITIES, GROUPS, CAPPED, SLIDING_WINDOW, U, UP, DEPTH,
-        )  # fmt: skip
+        copy = slot.to(tl.int64) * rows_slot_stride + head * rows_head_stride
+        copy += (t0 + r) % P * D
+        key = copy[:, None] + inner[None, :]
+        value = (copy + TO_VALUE)[None, :] + inner[:, None]
+        sums = _copies_step(rows, key, value, hot, query, _turning(wave, query, t0, DEPTH), position, sums, FORM)
 
     # normalise, undo the weights; at D = 64 join the two parities
+    m = sums.m
     if not CAPPED:
         m *= factor
-    sum_c = tl.sum(total, 0)
+    sum_c = tl.sum(sums.total, 0)
     share = tl.full([C], 1.0, tl.float32)
     top = m
     sum_n = sum_c
@@ -425,18 +609,17 @@ def _decode(
     row = (segment.to(tl.int64) * tl.num_programs(0) + place) * N + n
     used = (place % TILES) * N + n < Q_LEN * RATIO
     for j in tl.static_range(POSITIONS):
-        offset = tl.sum(offsets[j // (POSITIONS // GROUPS)], 0)
-        y = o[j] * (16777216.0 / 4 ** (j % 5))  # 2^24 of the denormals
+        offset = tl.sum(sums.offsets[j // (POSITIONS // GROUPS)], 0)
+        y = sums.o[j] * (16777216.0 / weight(VALUE_BITS, j))  # 2^24 of the denormals
         if PARITIES == 2:
             y = tl.where((u // U)[:, None] == (c // N)[None, :], y * share[None, :], 0.0)
             y = tl.sum(tl.sum(tl.reshape(y, (2, U, 2, N)), 2), 0)
             offset = tl.sum(tl.reshape(offset * share, (2, N)), 0)
         y = (y + offset[None, :]) * share_n[None, :]
         y = tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX)  # INT2 of a row at the bound may lie beyond it
-        v = tl.arange(0, UP // PARITIES)
-        tl.store(
-            partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :]
-        )
+        v = tl.arange(0, WIDTH // PARITIES)
+        to = partial + row[None, :] * D + (j * U + v)[:, None]
+        tl.store(to, y.to(tl.float16), mask=(v < U)[:, None] & used[None, :])
     log = top + tl.log2(sum_n) - 8.0
     if SINK_LOGITS and not CAPPED:  # what is common to all tokens' logits, and not to the one beside them
         log += tl.load(own + 1 + GROUPS * N + n)
@@ -491,7 +674,7 @@ def column_tiles(q_len: int, ratio: int) -> tuple[int, int]:
 
 
 def compiled_for(
-    seqs: int, q_len: int, heads: int, ratio: int, head_size: int, device: torch.device
+    seqs: int, q_len: int, heads: int, ratio: int, layout: PageLayout, device: torch.device
 ) -> tuple[int, ...]:
     """What the kernels are specialised on that depends on the batch: batches with equal values share compiled code.
 
@@ -499,11 +682,11 @@ def compiled_for(
         ratio: query heads of a KV head
     """
     n, tiles = column_tiles(q_len, ratio)
-    segments = segments_of(seqs, heads * tiles, head_size, device)
+    segments = segments_of(seqs, heads * tiles, layout, device)
     columns = triton.next_power_of_2(min(n, q_len * ratio))
     return (
         *preparing.shares(seqs, heads * tiles),
-        *merging.shares(seqs, heads * tiles, columns, triton.next_power_of_2(head_size), segments),
+        *merging.shares(seqs, heads * tiles, columns, triton.next_power_of_2(layout.head_size), segments),
         triton.next_power_of_2(seqs),
     )
 
@@ -538,6 +721,7 @@ class DecodeWorkspace:
         """Room for decode batches of up to max_seqs sequences of up to max_q_len queries each.
 
         Args:
+            layout: any number of bits will do
             ratio: query heads of a KV head
             contract: which tokens may have copies; by default up to 64 sinks and a window of 256
             turning: whether any layer's keys have a turning mean
@@ -545,9 +729,9 @@ class DecodeWorkspace:
         contract = contract or HotContract(64, 256, layout.block_size)
         shapes = [column_tiles(q_len, ratio) for q_len in range(1, max_q_len + 1)]
         columns = kv_heads * max(n * tiles for n, tiles in shapes)
+        fewest_bits = replace(layout, key_bits=2, value_bits=2)  # have most programs
         partials = max(
-            segments_of(max_seqs, kv_heads * tiles, layout.head_size, device) * kv_heads * tiles * n
-            for n, tiles in shapes
+            segments_of(max_seqs, kv_heads * tiles, fewest_bits, device) * kv_heads * tiles * n for n, tiles in shapes
         )
 
         def floats(size: int) -> torch.Tensor:
@@ -617,19 +801,22 @@ def decode_attention(
         workspace.sums, workspace.copies, query_starts, sliding_window, reads, behind_write,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
+    form = _Form(
+        columns=n, tiles=tiles, ratio=ratio, q_len=q_len, head_size=layout.head_size, units=layout.units,
+        width=triton.next_power_of_2(parities * layout.units), parities=parities, groups=layout.groups,
+        block_size=layout.block_size, value_codes=layout.value_codes_offset, meta=layout.meta_offset,
+        key_bits=layout.key_bits, value_bits=layout.value_bits,
+        sliding_window=sliding_window or 0, capped=soft_cap > 0,
+        sinks=sink_capacity(table.contract, layout), window=table.contract.window, capacity=capacity,
+        tile=tile_tokens(layout.head_size), granule=granule(layout.head_size), depth=depth(tables.step is not None),
+    )  # fmt: skip
     starts = given_starts(query_starts, seq_lens)
     _decode[(heads * tiles, segments.table.shape[0])](
-        workspace.folded, workspace.sums, *starts, tables.step, workspace.copies, words.view(torch.int16), words,
+        workspace.folded, workspace.sums, *starts, tables.step, workspace.copies, words, words.view(torch.int16),
         pool.rows, block_table, seq_lens, segments.table, workspace.partial, workspace.lse,
-        soft_cap * 1.4426950408889634, words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1),
-        block_table.stride(0),
-        N=n, TILES=tiles, RATIO=ratio, Q_LEN=q_len,
-        D=layout.head_size, U=layout.units, UP=triton.next_power_of_2(parities * layout.units), PARITIES=parities,
-        GROUPS=layout.groups, P=layout.block_size, VALUE=layout.value_codes_offset, META=layout.meta_offset,
-        SLIDING_WINDOW=sliding_window or 0, CAPPED=soft_cap > 0,
-        SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
-        T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
-        STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None),
+        soft_cap * 1.4426950408889634,
+        words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1), block_table.stride(0),
+        FORM=form, COLUMNS=FIELDS.value, STAGES=_STAGES, COPY_STAGES=_COPY_STAGES,
         SINK_LOGITS=sink_logits is not None, RELEASES=supported(query.device), num_warps=1,
     )  # fmt: skip
     merge_segments(

@@ -1,18 +1,19 @@
 # mypy: disable-error-code="no-untyped-def"
 """The row encoders of vllm_oscar.quantizer as Triton functions over a tile of rows.
 
-A row of D channels is held as 8 x UNITS padded to a power of two: element j * UNITS_PAD + u is channel
-j * UNITS + u, which the page keeps at bits 2j of unit u. Padding is zero in rows and codes; `real` says what is none.
+A row of D channels is held as 8 x UNITS padded to a power of two: element j * UNITS_PAD + u is channel j * UNITS + u,
+which the page keeps at position j of unit u. Padding is zero in rows and codes; `real` says what is none.
 """
 
 import triton
 import triton.language as tl
 
+from vllm_oscar.kernels.unpack import in_words
 from vllm_oscar.quantizer import FP16_MAX, LS_REFITS, ROW_MAX, STEP_OVER_STD
 
 _FP16_MAX = tl.constexpr(FP16_MAX)
 _ROW_MAX = tl.constexpr(ROW_MAX)
-_STEP_OVER_STD = tl.constexpr(STEP_OVER_STD)
+FIRST_STEP = tl.constexpr(tuple(STEP_OVER_STD[1 << bits] for bits in (2, 3, 4)))  # of codes of 2, 3 and 4 bits
 _LS_REFITS = tl.constexpr(LS_REFITS)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds half to even
 
@@ -45,10 +46,16 @@ def half(x):
     return x.to(tl.float16).to(tl.float32)
 
 
+@triton.constexpr_function
+def top_code(bits):
+    """The largest code."""
+    return (1 << bits) - 1.0
+
+
 @triton.jit
-def to_nearest(t):
-    """Codes 0..3 nearest to t, fp32."""
-    return (tl.minimum(tl.maximum(t, 0.0), 3.0) + _MAGIC) - _MAGIC
+def to_nearest(t, top):
+    """Codes 0..top nearest to t, fp32."""
+    return (tl.minimum(tl.maximum(t, 0.0), top) + _MAGIC) - _MAGIC
 
 
 @triton.jit
@@ -65,29 +72,30 @@ def masked(x, real, padding, SIZE: tl.constexpr):
 
 
 @triton.jit
-def nearest(y, scale, offset, real, SIZE: tl.constexpr):
-    return masked(to_nearest((y - offset) * reciprocal(scale)), real, 0.0, SIZE)
+def nearest(y, scale, offset, real, top, SIZE: tl.constexpr):
+    return masked(to_nearest((y - offset) * reciprocal(scale), top), real, 0.0, SIZE)
 
 
 @triton.jit
-def encode_ls(y, real, SIZE: tl.constexpr):
+def encode_ls(y, real, step, top, SIZE: tl.constexpr):
     """Grouped rows (n, groups, padded) of SIZE channels a group -> codes, scale, offset, mean before the gain.
+    step, top: one of FIRST_STEP, and `top_code`.
 
     Offsets are relative to the mean while they are fitted: then all sums of a refit are independent of one another.
     """
     mean = tl.sum(y, 2, keep_dims=True) / SIZE
     deviation = masked(y - mean, real, 0.0, SIZE)
-    scale = _STEP_OVER_STD * tl.sqrt(tl.sum(deviation * deviation, 2, keep_dims=True) / SIZE)
-    offset = -1.5 * scale
+    scale = step * tl.sqrt(tl.sum(deviation * deviation, 2, keep_dims=True) / SIZE)
+    offset = -0.5 * top * scale
     for _ in tl.static_range(_LS_REFITS):
-        codes = nearest(deviation, scale, offset, real, SIZE)
+        codes = nearest(deviation, scale, offset, real, top, SIZE)
         total = tl.sum(codes, 2, keep_dims=True)
         squares = tl.sum(codes * codes, 2, keep_dims=True)
         with_rows = tl.sum(codes * deviation, 2, keep_dims=True)
         scale, offset = refitted(total, squares, with_rows, scale, SIZE)
     scale = half(tl.minimum(scale, _FP16_MAX))
     offset = half(tl.minimum(tl.maximum(mean + offset, -_FP16_MAX), _FP16_MAX))
-    return nearest(deviation, scale, offset - mean, real, SIZE), scale, offset, mean
+    return nearest(deviation, scale, offset - mean, real, top, SIZE), scale, offset, mean
 
 
 @triton.jit
@@ -101,8 +109,9 @@ def refitted(total, squares, with_rows, scale, SIZE: tl.constexpr):
 
 
 @triton.jit
-def encode_minmax(y, real, kept, SIZE: tl.constexpr):
-    """The reference's clip and min-max. `kept`: rank, 0-based, of the head row's magnitude that it clamps to."""
+def encode_minmax(y, real, kept, top, SIZE: tl.constexpr):
+    """The reference's clip and min-max. `kept`: rank, 0-based, of the head row's magnitude that it clamps to; top: as
+    for `encode_ls`."""
     n: tl.constexpr = y.shape[0]
     width: tl.constexpr = y.shape[1] * y.shape[2]
     magnitude = tl.reshape(masked(tl.abs(y), real, -1.0, SIZE), (n, width))  # padding sorts to the front
@@ -112,9 +121,9 @@ def encode_minmax(y, real, kept, SIZE: tl.constexpr):
     y = tl.minimum(tl.maximum(y, -bound), bound)
     low = tl.min(masked(y, real, float("inf"), SIZE), 2, keep_dims=True)
     high = tl.max(masked(y, real, float("-inf"), SIZE), 2, keep_dims=True)
-    scale = half((high - low) / 3)
+    scale = half((high - low) / top)
     offset = half(low)
-    return nearest(y, scale, offset, real, SIZE), scale, offset, tl.sum(y, 2, keep_dims=True) / SIZE
+    return nearest(y, scale, offset, real, top, SIZE), scale, offset, tl.sum(y, 2, keep_dims=True) / SIZE
 
 
 @triton.jit
@@ -137,11 +146,27 @@ def finish(code_mean, scale, offset, mean, gain, max_scale):
 
 
 @triton.jit
-def packed(codes, UNITS_PAD: tl.constexpr):
-    """Codes int32 (n, padded) -> 16-bit units int16 (n, UNITS_PAD)."""
-    shift = 2 * tl.arange(0, 8)
-    units = tl.reshape(codes, (codes.shape[0], 8, UNITS_PAD)) << shift[None, :, None]
-    return tl.sum(units, 1).to(tl.int16)
+def planes(words, rest, BITS: tl.constexpr):
+    """int32 sums of codes, shifted to their places in a unit's first and second half -> what a page has of the unit."""
+    units = (words.to(tl.int16),)
+    if BITS == 3:
+        units = ((words | (rest >> 8 << 15)).to(tl.int16), rest.to(tl.uint8))
+    if BITS == 4:
+        units = (words.to(tl.int16), rest.to(tl.int16))
+    return units
+
+
+@triton.jit
+def packed(codes, UNITS_PAD: tl.constexpr, BITS: tl.constexpr):
+    """Codes int32 (n, padded) -> `planes` of (n, UNITS_PAD)."""
+    units = tl.reshape(codes, (codes.shape[0], 8, UNITS_PAD))
+    j = tl.arange(0, 8)
+    if BITS == 2:
+        return planes(tl.sum(units << (2 * j)[None, :, None], 1), 0, BITS)
+    FIRST: tl.constexpr = in_words(BITS)
+    units = units << (BITS * (j % FIRST))[None, :, None]
+    first = (j < FIRST)[None, :, None]
+    return planes(tl.sum(tl.where(first, units, 0), 1), tl.sum(tl.where(first, 0, units), 1), BITS)
 
 
 @triton.jit
@@ -149,11 +174,13 @@ def store_rows(
     page,
     offset,
     units,
-    words,
+    meta,
     ok,
     which,
     D: tl.constexpr,
+    P: tl.constexpr,
     GROUPS: tl.constexpr,
+    BITS: tl.constexpr,
     VALUE_CODES: tl.constexpr,
     META: tl.constexpr,
     META_BYTES: tl.constexpr,
@@ -163,13 +190,21 @@ def store_rows(
     Args:
         page: uint8 pointers (n,) to the head's region of each row's page
         offset: (n,), position in the block
-        units, words: what `packed` and `finish` return
+        units, meta: what `packed` and `finish` return
         which: 0 for keys, 1 for values
-        VALUE_CODES, META, META_BYTES: the page's offsets and sizes, see PageLayout
+        P, BITS, VALUE_CODES, META, META_BYTES: of the page, see PageLayout
     """
-    u = tl.arange(0, units.shape[1])
-    row = (page + which * VALUE_CODES + offset * (D // 4)).to(tl.pointer_type(tl.int16))
-    tl.store(row[:, None] + u[None, :], units, mask=ok[:, None] & (u < D // 8)[None, :])
+    u = tl.arange(0, units[0].shape[1])
+    kept = ok[:, None] & (u < D // 8)[None, :]
+    page_codes = page + which * VALUE_CODES
+    row = (page_codes + offset * (D // 4)).to(tl.pointer_type(tl.int16))
+    tl.store(row[:, None] + u[None, :], units[0], mask=kept)
+    if BITS == 3:
+        row = page_codes + P * (D // 4) + offset * (D // 8)
+        tl.store(row[:, None] + u[None, :], units[1], mask=kept)
+    if BITS == 4:
+        row = (page_codes + (P + offset) * (D // 4)).to(tl.pointer_type(tl.int16))
+        tl.store(row[:, None] + u[None, :], units[1], mask=kept)
     g = tl.arange(0, GROUPS)
-    meta = (page + META + offset * META_BYTES).to(tl.pointer_type(tl.int32))
-    tl.store(meta[:, None] + (which * GROUPS + g)[None, :], words, mask=ok[:, None])
+    at = (page + META + offset * META_BYTES).to(tl.pointer_type(tl.int32))
+    tl.store(at[:, None] + (which * GROUPS + g)[None, :], meta, mask=ok[:, None])

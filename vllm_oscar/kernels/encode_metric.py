@@ -21,22 +21,25 @@ import triton.language as tl
 
 from vllm_oscar.hot_pool import HotPool, SlotTable
 from vllm_oscar.kernels.encode import (
+    FIRST_STEP,
     finish,
+    planes,
     reciprocal,
     refitted,
     sanitised,
     store_rows,
     to_nearest,
+    top_code,
 )
+from vllm_oscar.kernels.unpack import in_words
 from vllm_oscar.kernels.write import dot_depth, units_padded
 from vllm_oscar.page_layout import PageLayout
-from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LS_REFITS, METRIC_PASSES, STEP_OVER_STD, Metric
+from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LS_REFITS, METRIC_PASSES, Metric
 
 _MAX_KEY_SCALE = tl.constexpr(FP16_MAX)
 _RIDGE_ = tl.constexpr(_RIDGE)
 _METRIC_PASSES = tl.constexpr(METRIC_PASSES)
 _LS_REFITS = tl.constexpr(LS_REFITS)
-_STEP_OVER_STD = tl.constexpr(STEP_OVER_STD)
 BLOCK = tl.constexpr(16)  # channels
 ROWS = tl.constexpr(32)  # of a program; one to a thread
 BATCH = ROWS.value  # tokens that `reencode` takes at a time
@@ -119,7 +122,7 @@ def _against(table, rows, first, low, D: tl.constexpr, CHANNELS: tl.constexpr, S
 
 
 @triton.jit
-def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr):
+def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr, BITS: tl.constexpr):
     """quantizer._initial: scale and offset, each (GROUPS, ROWS), from the rows and their means."""
     g = tl.arange(0, GROUPS)
     SIZE: tl.constexpr = D // GROUPS
@@ -128,8 +131,9 @@ def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.const
         group = first // SIZE
         deviation = tl.load(row + _place(first, CHUNK)) - _group(mean, g, group)[None, :]
         energy = _added(energy, g, group, tl.sum(deviation * deviation, 0))
-    scale = _STEP_OVER_STD * tl.sqrt(energy / SIZE)
-    offset = -1.5 * scale  # relative to the mean
+    top = top_code(BITS)
+    scale = FIRST_STEP[BITS - 2] * tl.sqrt(energy / SIZE)
+    offset = -0.5 * top * scale  # relative to the mean
     for _ in tl.range(0, _LS_REFITS, num_stages=1):
         total = tl.zeros([GROUPS, ROWS], tl.float32)
         squares = tl.zeros([GROUPS, ROWS], tl.float32)
@@ -138,7 +142,7 @@ def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.const
         for first in tl.range(0, D, CHUNK, num_stages=1):
             group = first // SIZE
             deviation = tl.load(row + _place(first, CHUNK)) - _group(mean, g, group)[None, :]
-            code = to_nearest((deviation - _group(offset, g, group)[None, :]) * _group(inverse, g, group)[None, :])
+            code = to_nearest((deviation - _group(offset, g, group)[None, :]) * _group(inverse, g, group)[None, :], top)
             total = _added(total, g, group, tl.sum(code, 0))
             squares = _added(squares, g, group, tl.sum(code * code, 0))
             with_rows = _added(with_rows, g, group, tl.sum(code * deviation, 0))
@@ -148,8 +152,9 @@ def _first_fit(row, mean, D: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.const
 
 @triton.jit
 def _one_pass(
-    row, target, residual, codes, table, inside, scale, offset, D: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr
-):
+    row, target, residual, codes, table, inside, scale, offset,
+    D: tl.constexpr, GROUPS: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """One pass over the channels in order, in place on residuals and codes. scale, offset (GROUPS, ROWS)."""
     n = tl.arange(0, ROWS)
     g = tl.arange(0, GROUPS)
@@ -178,7 +183,7 @@ def _one_pass(
             t = wanted[j]
             for i in tl.static_range(j):
                 t += change[i] * tl.load(inside + (first + i) * BLOCK + j)
-            code = code + (to_nearest(t * inverse + shift),)
+            code = code + (to_nearest(t * inverse + shift, top_code(BITS)),)
             new = new + (rest[j] - code[j] * s,)
             change = change + (new[j] - old[j],)
         for j in tl.static_range(BLOCK):
@@ -240,7 +245,7 @@ def _refit(
 @triton.jit
 def _encode(
     source, ok, products, inside, ones, total, scratch, gain, table_stride, inside_stride,
-    D: tl.constexpr, GROUPS: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr,
+    D: tl.constexpr, GROUPS: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Rows at `source` (ROWS pointers) -> units, meta words, saturated (ROWS,). Tables are those of one head."""
     n = tl.arange(0, ROWS)
@@ -263,7 +268,7 @@ def _encode(
         tl.store(row + _place(first, CHUNK), bounded)
     tl.debug_barrier()
     mean = sums / SIZE
-    first_scale, first_offset = _first_fit(row, mean, D, GROUPS, CHUNK)
+    first_scale, first_offset = _first_fit(row, mean, D, GROUPS, CHUNK, BITS)
     unit = tl.max(first_scale, 0)
     unit = tl.where(unit > 0, unit, 1.0)
     per_unit = 1.0 / unit
@@ -279,7 +284,7 @@ def _encode(
         table = tl.minimum(number, 1)
         _one_pass(
             row, target, residual, codes, products + table * table_stride, inside + table * inside_stride,
-            scale, offset, D, GROUPS, K,
+            scale, offset, D, GROUPS, K, BITS,
         )  # fmt: skip
         scale, offset = _refit(
             residual, codes, products + 2 * table_stride, ones, total, scale, offset, D, GROUPS, CHUNK
@@ -301,25 +306,37 @@ def _encode(
         sums / SIZE, scale * unit[None, :], offset * unit[None, :], mean, gain, _MAX_KEY_SCALE + 0.0
     )
     u = tl.arange(0, UNITS_PAD)
-    units = tl.zeros([UNITS_PAD, ROWS], tl.int32)
+    FIRST: tl.constexpr = in_words(BITS)
+    words = tl.zeros([UNITS_PAD, ROWS], tl.int32)
+    rest = tl.zeros([UNITS_PAD, ROWS], tl.int32)
     for j in tl.range(0, 8, num_stages=1):
         channel = u + j * (D // 8)
         code = tl.load(codes + channel[:, None] * ROWS + n[None, :], mask=(u < D // 8)[:, None], other=0.0)
         zero = _group(constant.to(tl.float32), g, j * GROUPS // 8) > 0
-        units += tl.where(zero[None, :], 0, code.to(tl.int32)) << (2 * j)
+        code = tl.where(zero[None, :], 0, code.to(tl.int32))
+        if BITS == 2:
+            words += code << (2 * j)
+        else:
+            code = code << (BITS * (j % FIRST))
+            words += tl.where(j < FIRST, code, 0)
+            rest += tl.where(j < FIRST, 0, code)
     tl.debug_barrier()  # the workspace may be used again from here
-    return tl.trans(units.to(tl.int16)), tl.trans(meta), bad | tl.max(over.to(tl.int32), 0)
+    units = planes(words, rest, BITS)
+    transposed = (tl.trans(units[0]),)
+    if BITS > 2:
+        transposed = (tl.trans(units[0]), tl.trans(units[1]))
+    return transposed, tl.trans(meta), bad | tl.max(over.to(tl.int32), 0)
 
 
 @triton.jit
 def _store(
     pages, words, slot, hot, ok, kept, h, units, meta, page_block, page_head, word_slot, word_head,
-    D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr, META: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr,
     META_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Encoded keys to their pages, their words to the pool as well."""
     page = pages + slot // P * page_block + h * page_head
-    store_rows(page, slot % P, units, meta, ok, 0, D, GROUPS, VALUE_CODES, META, META_BYTES)
+    store_rows(page, slot % P, units, meta, ok, 0, D, P, GROUPS, BITS, 0, META, META_BYTES)
     g = tl.arange(0, GROUPS)
     proof = words + hot // P * word_slot + h * word_head + hot % P * (2 * GROUPS)
     tl.store(proof[:, None] + g[None, :], meta, mask=kept[:, None])
@@ -329,7 +346,7 @@ def _store(
 def _encode_written(
     transformed, pages, words, slot_mapping, hot_slot_mapping, saturated, products, inside, ones, total, scratch,
     tokens, heads, gain, page_block, page_head, word_slot, word_head,
-    D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr, META: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr,
     META_BYTES: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """grid (programs): each takes every programs-th tile of (32 tokens, head)."""
@@ -343,11 +360,11 @@ def _encode_written(
         units, meta, bad = _encode(
             transformed + (t.to(tl.int64) * heads + h) * D, ok, products + h * (D * D), inside + h * (D * BLOCK),
             ones + h * (GROUPS * D), total + h * (GROUPS * GROUPS), scratch, gain,
-            heads * (D * D), heads * (D * BLOCK), D, GROUPS, UNITS_PAD, K,
+            heads * (D * D), heads * (D * BLOCK), D, GROUPS, UNITS_PAD, K, BITS,
         )  # fmt: skip
         _store(
             pages, words, slot, hot, ok, ok & (hot >= 0), h, units, meta, page_block, page_head, word_slot, word_head,
-            D, P, GROUPS, VALUE_CODES, META, META_BYTES,
+            D, P, GROUPS, BITS, META, META_BYTES,
         )  # fmt: skip
         count = tl.sum(tl.where(ok, bad, 0), 0)
         if count > 0:
@@ -392,7 +409,7 @@ def encode_written(
         D=layout.head_size,
         P=layout.block_size,
         GROUPS=layout.groups,
-        VALUE_CODES=layout.value_codes_offset,
+        BITS=layout.key_bits,
         META=layout.meta_offset,
         META_BYTES=layout.meta_bytes,
         UNITS_PAD=units_padded(layout),
@@ -431,15 +448,17 @@ class Rounds:
 
 @dataclass(frozen=True)
 class ReencodeTable:
-    """All layers of a KV-cache group that have the metric encoder, for one launch.
+    """Layers of a KV-cache group that have the metric encoder and pages of one layout, for one launch.
 
     Attributes:
+        layout: of their pages
         pointers: int64 (layers, 7): pages, pool rows, pool words, and a MetricTables' four tensors
         gains: float32 (layers,)
         page_strides, row_strides, word_strides: of a block or slot, and of a head
         heads, dtype: of the pools
     """
 
+    layout: PageLayout
     pointers: torch.Tensor
     gains: torch.Tensor
     page_strides: tuple[int, int]
@@ -450,7 +469,12 @@ class ReencodeTable:
 
     @classmethod
     def of(
-        cls, pages: list[torch.Tensor], pools: list[HotPool], tables: list[MetricTables], gains: list[float]
+        cls,
+        layout: PageLayout,
+        pages: list[torch.Tensor],
+        pools: list[HotPool],
+        tables: list[MetricTables],
+        gains: list[float],
     ) -> "ReencodeTable":
         """One entry a layer; all layers have the same shapes and strides. Whoever calls keeps the tensors alive."""
         entries = [
@@ -460,6 +484,7 @@ class ReencodeTable:
         device, pool = pages[0].device, pools[0]
         block, head = pages[0].stride()[:2]
         return cls(
+            layout,
             torch.tensor(entries, dtype=torch.int64, device=device),
             torch.tensor(gains, dtype=torch.float32, device=device),
             (block, head),
@@ -480,7 +505,7 @@ def _reencode(
     pointers, gains, block_table, seq_lens, query_start_loc, slot_of_block, scratch,
     items, layers, heads, threshold, grown, table_stride,
     page_block, page_head, row_slot, row_head, word_slot, word_head,
-    D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr, META: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr,
     META_BYTES: tl.constexpr, UNITS_PAD: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
     """grid (programs): each takes every programs-th item of (request, which of its due layers, head)."""
@@ -518,17 +543,17 @@ def _reencode(
                     _pointer(pointers, layer, 4, tl.float32) + h * (D * BLOCK),
                     _pointer(pointers, layer, 5, tl.float32) + h * (GROUPS * D),
                     _pointer(pointers, layer, 6, tl.float32) + h * (GROUPS * GROUPS),
-                    scratch, tl.load(gains + layer), heads * (D * D), heads * (D * BLOCK), D, GROUPS, UNITS_PAD, K,
+                    scratch, tl.load(gains + layer), heads * (D * D), heads * (D * BLOCK),
+                    D, GROUPS, UNITS_PAD, K, BITS,
                 )  # fmt: skip
                 _store(
                     pages, words, block * P + offset, slot * P + offset, ok, ok, h, units, found, page_block,
-                    page_head, word_slot, word_head, D, P, GROUPS, VALUE_CODES, META, META_BYTES,
+                    page_head, word_slot, word_head, D, P, GROUPS, BITS, META, META_BYTES,
                 )  # fmt: skip
 
 
 def reencode(
     table: ReencodeTable,
-    layout: PageLayout,
     slots: SlotTable,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -548,13 +573,13 @@ def reencode(
         grown: most tokens that a request got since the last call; batches that they completed are done
         scratch: see `workspace`
     """
-    layers = table.pointers.shape[0]
+    layers, layout = table.pointers.shape[0], table.layout
     items = seq_lens.shape[0] * triton.cdiv(layers, BATCH) * grown * table.heads
     _reencode[(min(items, scratch.shape[0]),)](
         table.pointers, table.gains, block_table, seq_lens, query_start_loc, slots.slot_of_block, scratch,
         items, layers, table.heads, decode_threshold, grown, block_table.stride(0), *table.page_strides,
         *table.row_strides, *table.word_strides,
-        D=layout.head_size, P=layout.block_size, GROUPS=layout.groups, VALUE_CODES=layout.value_codes_offset,
+        D=layout.head_size, P=layout.block_size, GROUPS=layout.groups, BITS=layout.key_bits,
         META=layout.meta_offset, META_BYTES=layout.meta_bytes, UNITS_PAD=units_padded(layout),
         K=dot_depth(layout.head_size), ROW=tl.float16 if table.dtype == torch.float16 else tl.bfloat16, num_warps=1,
     )  # fmt: skip

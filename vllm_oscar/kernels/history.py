@@ -22,6 +22,7 @@ from vllm_oscar.kernels.encode import sanitised
 from vllm_oscar.kernels.product import product
 from vllm_oscar.kernels.reads import ReadCounter, add_reads
 from vllm_oscar.kernels.turning import add_waves, depth, load_vectors, wave_tables, waves
+from vllm_oscar.kernels.unpack import in_words
 from vllm_oscar.kernels.write import dot_depth
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.rotation import Transform
@@ -180,6 +181,27 @@ class RestoreTables:
         return cls(mean.float(), inverse.to(dtype), *wave_tables(key.turning))
 
 
+@triton.jit
+def _codes(plane, offset, d, here, D: tl.constexpr, P: tl.constexpr, BITS: tl.constexpr):
+    """Codes of channels d of tokens at `offset` in a block, fp32. plane: pointers to the block's first plane."""
+    UNITS: tl.constexpr = D // 8
+    FIRST: tl.constexpr = in_words(BITS)
+    row = offset * (D // 4)
+    j = (d // UNITS)[None, :]
+    if BITS == 4:
+        row = row[:, None] + j // FIRST * (P * (D // 4))
+        units = tl.load((plane[:, None] + row).to(tl.pointer_type(tl.int16)) + (d % UNITS)[None, :], mask=here, other=0)
+    else:
+        words = (plane + row).to(tl.pointer_type(tl.int16))
+        units = tl.load(words[:, None] + (d % UNITS)[None, :], mask=here, other=0)
+    units = units.to(tl.int32)
+    if BITS == 3:
+        rest = plane + P * (D // 4) + offset * (D // 8)
+        rest = tl.load(rest[:, None] + (d % UNITS)[None, :], mask=here & (j >= FIRST), other=0).to(tl.int32)
+        units = tl.where(j < FIRST, units, rest | ((units >> 7) & 0x100))
+    return ((units >> (j % FIRST * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def _restore(
     tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, step, vectors, inverse, out, reads,
@@ -187,7 +209,7 @@ def _restore(
     table_stride, out_which, out_token, out_head,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
     META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, LAYERS: tl.constexpr,
-    SINK: tl.constexpr, CENTRED: tl.constexpr,
+    SINK: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """grid (tiles, heads, 2): keys or values of up to _TILE tokens of one head."""
     h = tl.program_id(1)
@@ -210,11 +232,14 @@ def _restore(
     page = pages + block * page_block + h * page_head
     d = tl.arange(0, D_PAD)
     real = d < D
-    UNITS: tl.constexpr = D // 8
     SIZE: tl.constexpr = D // GROUPS
-    codes = (page + which * VALUE_CODES + offset * (D // 4)).to(tl.pointer_type(tl.int16))
-    units = tl.load(codes[:, None] + (d % UNITS)[None, :], mask=stored[:, None] & real[None, :], other=0)
-    code = ((units.to(tl.int32) >> (d // UNITS * 2)[None, :]) & 3).to(tl.float32)
+    here = stored[:, None] & real[None, :]
+    if KEY_BITS == VALUE_BITS:
+        code = _codes(page + which * VALUE_CODES, offset, d, here, D, P, KEY_BITS)
+    elif which == 0:
+        code = _codes(page, offset, d, here, D, P, KEY_BITS)
+    else:
+        code = _codes(page + VALUE_CODES, offset, d, here, D, P, VALUE_BITS)
 
     slot = tl.load(slot_of_block + block, mask=stored, other=-1)
     wanted = (at < tl.load(limits)) | (at >= before + 1 - tl.load(limits + 1))
@@ -305,7 +330,7 @@ def restore(
         out.stride(0), out.stride(1), out.stride(2),
         D=size, D_PAD=triton.next_power_of_2(size), P=layout.block_size, GROUPS=layout.groups,
         VALUE_CODES=layout.value_codes_offset, META=layout.meta_offset, META_BYTES=layout.meta_bytes,
-        DEPTH=depth(tables.step is not None), N=dot_depth(size),
+        KEY_BITS=layout.key_bits, VALUE_BITS=layout.value_bits, DEPTH=depth(tables.step is not None), N=dot_depth(size),
         LAYERS=reads.layers if reads else 0, SINK=table.contract.sink, CENTRED=centred,
         num_warps=4 if size <= 128 else 8,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 
 Columns of a KV head are its (query, head) pairs, query-major, in tiles of N. For each sequence, KV head and tile
 
-    folded  fp16 (D, N)             q B_K' * 2^k / 4^(j mod 5), channel d = u + (D/8) j; 2^k brings the largest
+    folded  fp16 (D, N)             q B_K' * 2^k / weight(bits, j), channel d = u + (D/8) j; 2^k brings the largest
                                     magnitude of the tile to [2^13, 2^14)
     sums    fp32 (1 + N (groups+1)) the factor that turns scores of codes into logits in units of log 2; then per
                                     group the sum of q B_K' over that factor; then a q . m_K (soft cap only); then,
@@ -24,7 +24,7 @@ from vllm_oscar.kernels.dependent import supported, wait
 from vllm_oscar.kernels.reads import ReadCounter, add_reads
 from vllm_oscar.kernels.segments import tile_tokens
 from vllm_oscar.kernels.turning import depth, load_vectors
-from vllm_oscar.kernels.unpack import POSITIONS, weight_exponent
+from vllm_oscar.kernels.unpack import POSITIONS, weight
 from vllm_oscar.page_layout import PageLayout
 
 _CHUNK = 32  # channels of the query that one step of the product takes
@@ -62,7 +62,7 @@ def _fold(
     stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
-    CHUNK: tl.constexpr, DEPTH: tl.constexpr,
+    CHUNK: tl.constexpr, DEPTH: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Queries of SEQS sequences from `first` on."""
     column = tl.arange(0, SEQS * N)
@@ -93,15 +93,17 @@ def _fold(
     largest = tl.maximum(largest, 1e-20)
     power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)  # 2^floor(log2)
     per_column = tl.reshape(tl.broadcast_to((8192.0 / power)[:, None], (SEQS, N)), (SEQS * N,))
-    weight = 1.0 / (1 << weight_exponent(e // (D // POSITIONS))).to(tl.float32)
+    by_weight = tl.full([DP], 1.0, tl.float32)
+    for j in tl.static_range(POSITIONS):
+        by_weight = tl.where(e // (D // POSITIONS) == j, 1.0 / weight(BITS, j), by_weight)
     place = (seq * HEADS + head) * TILES + tile
     out = folded + place.to(tl.int64)[None, :] * (D * N) + e[:, None] * N + (column % N)[None, :]
-    stored = (acc * per_column[None, :] * weight[:, None]).to(tl.float16)
+    stored = (acc * per_column[None, :] * by_weight[:, None]).to(tl.float16)
     tl.store(out, stored, mask=(e < D)[:, None] & (seq < seqs)[None, :])
 
     size: tl.constexpr = 1 + N * (GROUPS + 1 + DEPTH)
     each = first + tl.arange(0, SEQS)
-    # codes come as code * 4^i * 2^-24, queries as q * 8192/power / 4^i
+    # codes come as code * weight * 2^-24, queries as q * 8192/power / weight
     log_scale = scale * 1.4426950408889634
     factor = power * (2048.0 * log_scale)
     tl.store(sums + ((each * HEADS + head) * TILES + tile) * size, factor, mask=each < seqs)
@@ -163,7 +165,8 @@ def _prepare(
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
     CHUNK: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr, WINDOW: tl.constexpr,
     CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr,
-    LAYERS: tl.constexpr, SINK: tl.constexpr, SLIDING_WINDOW: tl.constexpr, launch_pdl: tl.constexpr,
+    LAYERS: tl.constexpr, SINK: tl.constexpr, SLIDING_WINDOW: tl.constexpr, BITS: tl.constexpr,
+    launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """The first programs fold, the others look for copies, which may have been written just now."""
     program, head = tl.program_id(0), tl.program_id(1)
@@ -172,7 +175,7 @@ def _prepare(
         _fold(
             query, starts, ragged, inverse, mean, vectors, folded, sums, program // TILES * SEQS, head,
             program % TILES, seqs, scale, stride_token, stride_head, HEADS, RATIO, Q_LEN, TILES, N, D, DP, GROUPS, SEQS,
-            CONSTANT, CHUNK, DEPTH,
+            CONSTANT, CHUNK, DEPTH, BITS,
         )  # fmt: skip
         wait(launch_pdl)
     else:
@@ -262,5 +265,5 @@ def prepare(
         T=tile_tokens(layout.head_size), TOKENS=tokens, DEPTH=depth(vectors is not None),
         LAYERS=reads.layers if reads else 0, SINK=table.contract.sink,
         SLIDING_WINDOW=(sliding_window or 0) if reads else 0,  # else one variant serves layers with and without
-        launch_pdl=behind_write and supported(query.device), num_warps=4,
+        BITS=layout.key_bits, launch_pdl=behind_write and supported(query.device), num_warps=4,
     )  # fmt: skip

@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_oscar.page_layout import PageLayout
+
 FIELDS: tl.constexpr = tl.constexpr(5)  # sequence, lo, fast_lo, fast_hi, hi
 _MIN_COST = 4  # tiles; smaller segments cost more in the merge than they gain
 _GRANULE_COST = 2  # of a granule with BF16 copies, in plain tiles
@@ -33,17 +35,23 @@ def granule(head_size: int) -> int:
     return 32 if head_size == 64 else 16
 
 
-def programs_per_wave(device: torch.device, head_size: int) -> int:
-    """Programs that run at once; a handful where there is no GPU (Triton's interpreter).
+def programs_per_multiprocessor(layout: PageLayout) -> int:
+    """Programs of the decode kernel that run at once: a multiple of four, a multiprocessor's schedulers.
 
-    At head sizes 80 to 128 and GQA up to 8 the kernel has 128 registers, and runs up to 9% faster with sixteen programs
-    a multiprocessor than with eight (8 x 128K, 29 x 100K, H200); with GQA 16 it is the same. At other head sizes it has
-    up to 255.
+    At head sizes 80 to 128 and GQA up to 8 the kernel has 128 registers for keys and values of 2 bits, and runs up to
+    9% faster with sixteen programs than with eight (8 x 128K, 29 x 100K, H200); with GQA 16 it is the same. More bits
+    take more registers, at other head sizes there are up to 255.
     """
+    if not 64 < layout.head_size <= 128:
+        return 8
+    return {4: 16, 5: 12, 6: 12}.get(layout.key_bits + layout.value_bits, 8)
+
+
+def programs_per_wave(device: torch.device, layout: PageLayout) -> int:
+    """Programs that run at once; a handful where there is no GPU (Triton's interpreter)."""
     if device.type != "cuda":
         return 24
-    per_multiprocessor = 16 if 64 < head_size <= 128 else 8
-    return per_multiprocessor * torch.cuda.get_device_properties(device).multi_processor_count
+    return programs_per_multiprocessor(layout) * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True)
@@ -53,33 +61,33 @@ class Segments:
     Attributes:
         table: int32 (segments, 5): sequence (-1: nothing to do), lo, fast_lo, fast_hi, hi in tokens
         first: int32 (sequences + 1,), the first segment of each sequence
-        head_size: for which they are
+        layout: for which they are
     """
 
     table: torch.Tensor
     first: torch.Tensor
-    head_size: int
+    layout: PageLayout
 
     @classmethod
-    def allocate(cls, max_seqs: int, heads: int, head_size: int, device: torch.device) -> "Segments":
+    def allocate(cls, max_seqs: int, heads: int, layout: PageLayout, device: torch.device) -> "Segments":
         """Storage for the largest batch.
 
         Args:
             heads: programs that read one segment: KV heads times the column tiles of the query
         """
-        size = segments_of(max_seqs, heads, head_size, device)
+        size = segments_of(max_seqs, heads, layout, device)
         table = torch.full((size, FIELDS.value), -1, dtype=torch.int32, device=device)
-        return cls(table, torch.zeros(max_seqs + 1, dtype=torch.int32, device=device), head_size)
+        return cls(table, torch.zeros(max_seqs + 1, dtype=torch.int32, device=device), layout)
 
     def for_batch(self, seqs: int, heads: int) -> "Segments":
         """The part of the storage that a batch of this (padded) size uses, always the same."""
-        size = segments_of(seqs, heads, self.head_size, self.table.device)
-        return Segments(self.table[:size], self.first[: seqs + 1], self.head_size)
+        size = segments_of(seqs, heads, self.layout, self.table.device)
+        return Segments(self.table[:size], self.first[: seqs + 1], self.layout)
 
 
-def segments_of(seqs: int, heads: int, head_size: int, device: torch.device) -> int:
+def segments_of(seqs: int, heads: int, layout: PageLayout, device: torch.device) -> int:
     """Rows of the table: those whose programs, one for each of `heads`, make one wave; at least one a sequence."""
-    return max(seqs, programs_per_wave(device, head_size) // heads)
+    return max(seqs, programs_per_wave(device, layout) // heads)
 
 
 @triton.jit
@@ -179,9 +187,10 @@ def build_segments(
         limits: int32 (2,), sink and window in force (`SlotTable.limits`)
         out: `Segments.for_batch` of this batch
     """
+    head_size = out.layout.head_size
     seqs, rows = seq_lens.shape[0], out.table.shape[0]
     _build[(triton.cdiv(rows, _ROWS),)](
         seq_lens, limits, out.table, out.first, seqs, rows, q_len, sliding_window or 0,
-        T=tile_tokens(out.head_size), GRANULE=granule(out.head_size), WEIGHT=_GRANULE_COST, MIN_COST=_MIN_COST,
+        T=tile_tokens(head_size), GRANULE=granule(head_size), WEIGHT=_GRANULE_COST, MIN_COST=_MIN_COST,
         B=triton.next_power_of_2(seqs), R=_ROWS, COLUMNS=FIELDS.value, num_warps=4,
     )  # fmt: skip

@@ -16,6 +16,7 @@ from vllm_oscar.cache_layer import RowCodec
 from vllm_oscar.hot_pool import HotPool
 from vllm_oscar.kernels.dependent import release, supported
 from vllm_oscar.kernels.encode import (
+    FIRST_STEP,
     changed,
     channels,
     encode_ls,
@@ -24,6 +25,7 @@ from vllm_oscar.kernels.encode import (
     packed,
     sanitised,
     store_rows,
+    top_code,
 )
 from vllm_oscar.kernels.product import product
 from vllm_oscar.kernels.turning import add_waves, depth, load_vectors, wave_tables, waves
@@ -104,6 +106,8 @@ def _write(
     D: tl.constexpr,
     P: tl.constexpr,
     GROUPS: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
     VALUE_CODES: tl.constexpr,
     META: tl.constexpr,
     META_BYTES: tl.constexpr,
@@ -131,11 +135,16 @@ def _write(
     token_stride = key_token
     gain = key_gain
     max_scale = _MAX_KEY_SCALE + 0.0
+    first = FIRST_STEP[KEY_BITS - 2]
+    top = top_code(KEY_BITS)
     if which == 1:
         x = value + h * value_head
         token_stride = value_token
         gain = value_gain
         max_scale = _MAX_VALUE_SCALE + 0.0
+        if KEY_BITS != VALUE_BITS:
+            first = FIRST_STEP[VALUE_BITS - 2]
+            top = top_code(VALUE_BITS)
 
     if DEPTH:
         wave = waves(step, tl.load(position + t, mask=here, other=0).to(tl.int32), DEPTH)
@@ -173,23 +182,31 @@ def _write(
     grouped = tl.reshape(bounded, (TOKENS, GROUPS, WIDTH // GROUPS))
     in_group = tl.reshape(real, (1, GROUPS, WIDTH // GROUPS))
     if KEY_KEPT is None and VALUE_KEPT is None:
-        codes, scale, offset, average = encode_ls(grouped, in_group, SIZE)
+        codes, scale, offset, average = encode_ls(grouped, in_group, first, top, SIZE)
     elif KEY_KEPT is not None and VALUE_KEPT is not None:
         either = tl.where(which == 0, KEY_KEPT, VALUE_KEPT)
-        codes, scale, offset, average = encode_minmax(grouped, in_group, either, SIZE)
+        codes, scale, offset, average = encode_minmax(grouped, in_group, either, top, SIZE)
     elif which == (0 if VALUE_KEPT is None else 1):
         only: tl.constexpr = KEY_KEPT if VALUE_KEPT is None else VALUE_KEPT
-        codes, scale, offset, average = encode_minmax(grouped, in_group, only, SIZE)
+        codes, scale, offset, average = encode_minmax(grouped, in_group, only, top, SIZE)
     else:
-        codes, scale, offset, average = encode_ls(grouped, in_group, SIZE)
+        codes, scale, offset, average = encode_ls(grouped, in_group, first, top, SIZE)
     code_mean = tl.sum(codes, 2, keep_dims=True) / SIZE
     constant, meta, over = finish(code_mean, scale, offset, average, gain, max_scale)
     codes = tl.where(constant, 0.0, codes).to(tl.int32)
-    units = packed(tl.reshape(codes, (TOKENS, WIDTH)), UNITS_PAD)
+    codes = tl.reshape(codes, (TOKENS, WIDTH))
     meta = tl.sum(meta, 2)  # the last axis is 1
     overflow = tl.max(tl.max(over.to(tl.int32), 2), 1)
     page = pages + slot // P * page_block + h * page_head
-    store_rows(page, slot % P, units, meta, ok, which, D, GROUPS, VALUE_CODES, META, META_BYTES)
+    if KEY_BITS == VALUE_BITS:
+        units = packed(codes, UNITS_PAD, KEY_BITS)
+        store_rows(page, slot % P, units, meta, ok, which, D, P, GROUPS, KEY_BITS, VALUE_CODES, META, META_BYTES)
+    elif which == 0:
+        units = packed(codes, UNITS_PAD, KEY_BITS)
+        store_rows(page, slot % P, units, meta, ok, 0, D, P, GROUPS, KEY_BITS, VALUE_CODES, META, META_BYTES)
+    else:
+        units = packed(codes, UNITS_PAD, VALUE_BITS)
+        store_rows(page, slot % P, units, meta, ok, 1, D, P, GROUPS, VALUE_BITS, VALUE_CODES, META, META_BYTES)
     g = tl.arange(0, GROUPS)
     proof = words + pool_slot * word_slot + h * word_head + hot % P * (2 * GROUPS) + which * GROUPS
     tl.store(proof[:, None] + g[None, :], meta, mask=kept[:, None])
@@ -268,6 +285,8 @@ def write(
         D=head_size,
         P=layout.block_size,
         GROUPS=layout.groups,
+        KEY_BITS=layout.key_bits,
+        VALUE_BITS=layout.value_bits,
         VALUE_CODES=layout.value_codes_offset,
         META=layout.meta_offset,
         META_BYTES=layout.meta_bytes,
