@@ -73,10 +73,7 @@ def test_one_line_says_what_is_served(server: Server) -> None:
     """SmolLM2: 30 layers of 3 KV heads of size 64: 80 bytes of 512 a token and head, 6.4 times less without copies."""
     lines = [line for line in server.output().splitlines() if "torch reference on CPU" in line]
     assert len(lines) == 1
-    assert (
-        "30 layers with 2.5 bits an element, 0 not; 3,600 bytes a token in the former, 23,040 with 16 bits, room for"
-        in lines[0]
-    )
+    assert "30 layers with 2.5 bits an element, 0 not; 3,600 bytes a token in the former, 23,040 with" in lines[0]
     match = re.search(r"room for ([\d,]+) tokens \((\d\.\d+) times", lines[0])
     assert match
     tokens, ratio = int(match[1].replace(",", "")), float(match[2])
