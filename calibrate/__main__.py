@@ -3,6 +3,7 @@
 import argparse
 import logging
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from vllm_oscar import __version__
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
+from vllm_oscar.calibrate.progress import stage
 from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.rope import default_context
 from vllm_oscar.calibrate.search import SAMPLES, search
@@ -92,6 +94,7 @@ def run(options: argparse.Namespace) -> Sidecar:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to look at
+    start = time.perf_counter()
     out = options.out or cached_path(options.model, options.revision)
     checkpoint = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     config = AutoConfig.from_pretrained(options.model, **checkpoint)
@@ -116,7 +119,7 @@ def run(options: argparse.Namespace) -> Sidecar:
         raise ConfigError("--sequences, --length, --stride and --context must be positive")
     tokenizer = AutoTokenizer.from_pretrained(options.model, **checkpoint)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
-    logger.info("%d sequences of %d tokens from %s", *data.ids.shape, data.name)
+    logger.info("%d sequences of %d tokens from %s, in %.0f s", *data.ids.shape, data.name, time.perf_counter() - start)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     state_folder = out.with_name(out.name + ".state")
     far = FarSet(options.sink, options.window, options.stride)
@@ -158,8 +161,6 @@ def calibrate(
         ConfigError: no sequence is longer than sink + window, so that none reads INT2.
         CalibrationError: what was measured is not the checkpoint's model.
     """
-    from tqdm import tqdm
-
     length = data.ids.shape[1]
     if length <= far.sink + far.window:
         raise ConfigError(
@@ -176,10 +177,11 @@ def calibrate(
     if state.done >= 0:
         logger.info("going on after %d layers (%s)", state.done, state.folder)
     layers = len(model.layers)
-    with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
+    with stage(layers * len(data.ids), "layer passes") as advance:
         calls_kept = SAMPLES if recipe.search else 0
         tuned = recipe.refits or recipe.search
-        collect(model, data.ids, far if recipe.aware else None, state, bar.update, tune if tuned else None, calls_kept)
+        collect(model, data.ids, far if recipe.aware else None, state, advance, tune if tuned else None, calls_kept)
+    start = time.perf_counter()
     solved: dict[int, LayerCalibration] = {}
     absent, unknown, without_rope = [], [], []
     for index in range(layers):
@@ -198,6 +200,7 @@ def calibrate(
             if which:
                 logger.info("layer %d: plain Hadamard for %s of heads %s, as no INT2 token counts there",
                             index, {"k": "keys", "v": "values"}[letter], which)  # fmt: skip
+    logger.info("%d layers solved in %.0f s", len(solved), time.perf_counter() - start)
     if unknown and recipe.context > length:
         logger.warning(
             "no fixed RoPE frequencies were found for layers %s: their keys are calibrated for contexts of %d tokens; "
