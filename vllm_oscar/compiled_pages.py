@@ -165,6 +165,7 @@ def _read_rows(
     block_size, pairs = words.shape[2:]
     units = size // 8
     group_size = 2 * size // pairs  # `pairs` counts keys' and values' groups
+    words_of_row = np.empty(units, np.int32)  # contiguous, for vector instructions
     for head in range(heads):
         for token in range(first, tokens):
             block, at = blocks[token // block_size], token % block_size
@@ -180,10 +181,12 @@ def _read_rows(
                         row[i] = values[copies[slot, head, which, at, i] & 0xFFFF]
                     continue
                 codes = (key_codes if which == 0 else value_codes)[block, head, at]
+                for unit in range(units):
+                    words_of_row[unit] = codes[unit]
                 for position in range(8):
                     channel = position * units
                     word = words[block, head, at, (which * pairs) // 2 + channel // group_size]
                     scale, offset = half_values[word & 0xFFFF], half_values[(word >> 16) & 0xFFFF]
                     for unit in range(units):
-                        code = (codes[unit] >> (2 * position)) & 3
-                        row[channel + unit] = np.float32(code) * scale + offset
+                        row[channel + unit] = np.float32(words_of_row[unit] & 3) * scale + offset
+                        words_of_row[unit] >>= 2
