@@ -12,6 +12,9 @@ DEMO_PYTHON := $(DEMO_VENV)/bin/python
 DEMO_ENV := $(if $(OSCAR_VENV),,$(DEMO_VENV)/.stamp)
 MODEL := .model/SmolLM2-135M-Instruct
 SIDECAR := $(MODEL)/oscar/rotations.safetensors
+# of the demo's calibration; `make demo SEQUENCES=16` calibrates as `oscar calibrate` does unless told otherwise
+SEQUENCES := 3
+CALIBRATED := $(MODEL)/oscar/.$(SEQUENCES)-sequences
 
 .PHONY: env model demo test lint docs seams test-all-versions clean
 
@@ -26,10 +29,12 @@ model: $(MODEL)/config.json
 $(MODEL)/config.json: | $(DEMO_ENV)
 	$(DEMO_PYTHON) examples/convert_smollm2.py $(MODEL)
 
-$(SIDECAR): | $(MODEL)/config.json
-	$(DEMO_PYTHON) -m vllm_oscar.calibrate $(MODEL) --out $@
+$(CALIBRATED): | $(MODEL)/config.json
+	$(DEMO_PYTHON) -m vllm_oscar.calibrate $(MODEL) --sequences $(SEQUENCES) --out $(SIDECAR)
+	rm -f $(@D)/.*-sequences
+	touch $@
 
-demo: $(DEMO_ENV) $(SIDECAR)
+demo: $(DEMO_ENV) $(CALIBRATED)
 	$(DEMO_PYTHON) examples/demo.py --model $(MODEL)
 
 lint: $(ENV)
@@ -53,7 +58,7 @@ seams: $(ENV)
 	$(PYTHON) scripts/check_seams.py
 
 # nightly: real engines of every supported vLLM that has a CPU build, about 5 minutes each
-test-all-versions: $(SIDECAR)
+test-all-versions: $(CALIBRATED)
 	OSCAR_TEST_MODEL=$(abspath $(MODEL)) OSCAR_TEST_SIDECAR=$(abspath $(SIDECAR)) scripts/test_all_versions.sh
 
 clean:

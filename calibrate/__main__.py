@@ -4,6 +4,7 @@ import argparse
 import logging
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vllm_oscar import __version__
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
 from vllm_oscar.calibrate.explain import explained
+from vllm_oscar.calibrate.progress import stage
 from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.rope import default_context
 from vllm_oscar.calibrate.search import SAMPLES, search
@@ -108,6 +110,7 @@ def run(options: argparse.Namespace) -> Sidecar:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to look at
+    start = time.perf_counter()
     out = options.out or cached_path(options.model, options.revision)
     checkpoint = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     with explained(options.model, "configuration"):
@@ -139,7 +142,7 @@ def run(options: argparse.Namespace) -> Sidecar:
         named = {"trust_remote_code": options.trust_remote_code} if options.tokenizer else checkpoint
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **named)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
-    logger.info("%d sequences of %d tokens from %s", *data.ids.shape, data.name)
+    logger.info("%d sequences of %d tokens from %s, in %.0f s", *data.ids.shape, data.name, time.perf_counter() - start)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     state_folder = out.with_name(out.name + ".state")
     far = FarSet(options.sink, options.window, options.stride)
@@ -182,8 +185,6 @@ def calibrate(
         CalibrationError: what was measured is not the checkpoint's model.
         UnsupportedError: the model cannot be measured.
     """
-    from tqdm import tqdm
-
     length = data.ids.shape[1]
     if length <= far.sink + far.window:
         raise ConfigError(
@@ -200,10 +201,11 @@ def calibrate(
     if state.done >= 0:
         logger.info("going on after %d layers (%s)", state.done, state.folder)
     layers = len(model.layers)
-    with tqdm(total=layers * len(data.ids), unit=" layer passes", smoothing=0.02) as bar:
+    with stage(layers * len(data.ids), "layer passes") as advance:
         calls_kept = SAMPLES if recipe.search else 0
         tuned = recipe.refits or recipe.search
-        collect(model, data.ids, far if recipe.aware else None, state, bar.update, tune if tuned else None, calls_kept)
+        collect(model, data.ids, far if recipe.aware else None, state, advance, tune if tuned else None, calls_kept)
+    start = time.perf_counter()
     solved: dict[int, LayerCalibration] = {}
     absent, unknown, without_rope = [], [], []
     for index in range(layers):
@@ -224,6 +226,7 @@ def calibrate(
                             index, {"k": "keys", "v": "values"}[letter], which)  # fmt: skip
     if not solved:
         raise cannot_stream(model.decoder, "has no attention that transformers lets us look at")
+    logger.info("%d layers solved in %.0f s", len(solved), time.perf_counter() - start)
     if unknown and recipe.context > length:
         logger.warning(
             "no fixed RoPE frequencies were found for layers %s: their keys are calibrated for contexts of %d tokens; "

@@ -5,6 +5,8 @@ python examples/demo.py --model .model/SmolLM2-135M-Instruct
 
 import argparse
 import os
+import sys
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +64,7 @@ def serve(model: str, kv_cache_dtype: str) -> Served:
         kv_cache_memory_bytes=MEMORY,
     ) as llm:
         chats: Any = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=64))
+        outputs = llm.chat(chats, SamplingParams(temperature=0, max_tokens=64), use_tqdm=sys.stderr.isatty())
         cache = llm.llm_engine.vllm_config.cache_config
         tokens = cache.num_gpu_blocks * cache.block_size
         return Served(
@@ -119,13 +121,19 @@ def main() -> None:
 
     served = {}
     for number, dtype in enumerate(("auto", "oscar"), 1):
+        start = time.perf_counter()
         print(f"\n[{number}/3] answers with kv_cache_dtype={dtype!r}", flush=True)
         served[dtype] = serve(options.model, dtype)
+        print(f"      {time.perf_counter() - start:.0f} s", flush=True)
     print("\n[3/3] quality, forced through the cache: BF16, then OSCAR", flush=True)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     windows = held_out(tokenizer, "prose", options.windows, context=2048)
     oscar = parse("oscar", Sidecar.load(find_sidecar(options.model)))
-    show(served["auto"], served["oscar"], list(measure(options.model, [oscar], {"prose": windows})))
+    quality = []
+    for result in measure(options.model, [oscar], {"prose": windows}):
+        print(f"      {result.method}: {result.seconds:.0f} s", flush=True)
+        quality.append(result)
+    show(served["auto"], served["oscar"], quality)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,7 @@ def _read_rows(
     block_size, pairs = words.shape[2:]
     units = size // 8
     group_size = 2 * size // pairs  # `pairs` counts keys' and values' groups
+    unit_of_row = np.empty(units, np.int64)  # contiguous, for vector instructions
     for head in range(heads):
         for token in range(first, tokens):
             block, at = blocks[token // block_size], token % block_size
@@ -198,18 +199,20 @@ def _read_rows(
                     continue
                 words_of, rest_of, bits = key_codes if which == 0 else value_codes
                 codes, rest = words_of[block, head, at], rest_of[block, head, at]
-                in_words, top = 16 // bits, (1 << bits) - 1
+                for unit in range(units):
+                    first_word = np.int64(codes[unit]) & 0xFFFF
+                    if bits == 3:  # the word's last bit belongs to the last code
+                        more = np.int64(rest[unit]) | ((first_word >> 15) << 8)
+                        unit_of_row[unit] = (first_word & 0x7FFF) | (more << 15)
+                    elif bits == 4:
+                        more = np.int64(rest[2 * unit]) | (np.int64(rest[2 * unit + 1]) << 8)
+                        unit_of_row[unit] = first_word | (more << 16)
+                    else:
+                        unit_of_row[unit] = first_word
                 for position in range(8):
                     channel = position * units
                     word = words[block, head, at, (which * pairs) // 2 + channel // group_size]
                     scale, offset = half_values[word & 0xFFFF], half_values[(word >> 16) & 0xFFFF]
                     for unit in range(units):
-                        if position < in_words:
-                            code = (codes[unit] >> (bits * position)) & top
-                        elif bits == 3:
-                            both = rest[unit] | ((codes[unit] >> 7) & 0x100)
-                            code = (both >> (bits * (position - in_words))) & top
-                        else:
-                            both = rest[2 * unit] | np.int64(rest[2 * unit + 1]) << 8
-                            code = (both >> (bits * (position - in_words))) & top
+                        code = (unit_of_row[unit] >> (bits * position)) & ((1 << bits) - 1)
                         row[channel + unit] = np.float32(code) * scale + offset

@@ -190,13 +190,12 @@ def _initial(y, code, work, top, step, lanes):
 
 
 @compiled
-def _sequential_pass(y, code, residual, scale, offset, table, target, change, top):
-    """For several rows side by side, as each step of a row waits for the one before.
+def _sequential_pass(count, y, code, residual, scale, offset, table, target, change, top):
+    """For the first `count` rows side by side, as each step of a row waits for the one before.
 
     A change reaches the next 15 channels at once, the others with the rest of its 16: in the same order.
     """
-    count, size = y.shape
-    groups = scale.shape[1]
+    size, groups = y.shape[1], scale.shape[1]
     for row in range(count):
         _product(residual[row], table, target[row])
         for i in range(size):
@@ -296,11 +295,15 @@ def _encode_rows(rows, tables, group_size, top, step, gain, max_scale, codes, fi
     total, heads, size = rows.shape
     groups = size // group_size
     metric = tables.shape[1] > 0
-    y, code, residual, target = np.empty((4, _TOGETHER, size), np.float32)
-    scale, offset = np.empty((2, _TOGETHER, groups), np.float32)
-    bad = np.empty(_TOGETHER, np.bool_)
+    # one by one: parts of one array would not be known to be contiguous
+    y = np.empty((_TOGETHER, size), np.float32)
+    code, residual, target = np.empty_like(y), np.empty_like(y), np.empty_like(y)
+    scale = np.empty((_TOGETHER, groups), np.float32)
+    offset = np.empty_like(scale)
     change = np.empty((_TOGETHER, LANES), np.float32)
-    basis, weighted = np.zeros((2, 2 * groups, size), np.float32)
+    bad = np.empty(_TOGETHER, np.bool_)
+    basis = np.zeros((2 * groups, size), np.float32)
+    weighted = np.empty_like(basis)
     equations = np.empty((2 * groups, 2 * groups + 1), np.float32)
     lanes = np.empty(LANES, np.float32)
     saturated = 0
@@ -321,7 +324,7 @@ def _encode_rows(rows, tables, group_size, top, step, gain, max_scale, codes, fi
                 residual[:] = _ZERO
                 for passed in range(METRIC_PASSES + 1):
                     table = tables[min(passed, 1), head]
-                    _sequential_pass(y[:count], code, residual, scale, offset, table, target, change, top)
+                    _sequential_pass(count, y, code, residual, scale, offset, table, target, change, top)
                     for row in range(count):
                         _refit(
                             code[row], residual[row], scale[row], offset[row],

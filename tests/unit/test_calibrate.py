@@ -26,6 +26,7 @@ from vllm_oscar.cache_layer import CacheLayer  # noqa: E402
 from vllm_oscar.calibrate.__main__ import calibrate, main  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output, capturing  # noqa: E402
 from vllm_oscar.calibrate.data import Corpus, Sequences, builtin_text, open_corpus, sequences  # noqa: E402
+from vllm_oscar.calibrate.progress import stage  # noqa: E402
 from vllm_oscar.calibrate.search import CLIPS, KEY_GAINS, SAMPLES, search  # noqa: E402
 from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
 from vllm_oscar.calibrate.statistics import FarSet, LayerStatistics  # noqa: E402
@@ -723,3 +724,15 @@ def test_peak_memory_is_one_layer_and_one_sequence(checkpoint: Path, tmp_path: P
         peaks.append(1024 * int(done.stdout.split()[-1]))
     assert layer_bytes > 15e6
     assert peaks[1] - peaks[0] < 2 * layer_bytes, peaks
+
+
+def test_progress_is_two_lines_where_nobody_watches(caplog: pytest.LogCaptureFixture) -> None:
+    """What an earlier run had done counts as done, not as fast."""
+    caplog.set_level("INFO", logger="vllm_oscar.calibrate")
+    with stage(90, "layer passes") as advance:
+        advance(30)
+        for _ in range(60):
+            advance(1)
+    estimate, end = caplog.messages
+    assert estimate.startswith("35 of 90 layer passes done, about ") and estimate.endswith(" s left")
+    assert end.startswith("90 layer passes in ")

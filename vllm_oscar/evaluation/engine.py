@@ -8,6 +8,7 @@ hidden states and are compared in this process, some positions at a time, instea
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -180,7 +181,8 @@ class Engine:
         recorder, handle = self.llm.collective_rpc(listen)[0]
         try:
             prompts = [{"prompt_token_ids": window.tolist()} for window in windows]
-            self.llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0, detokenize=False))
+            sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+            self.llm.generate(prompts, sampling, use_tqdm=sys.stderr.isatty())
         finally:
             handle.remove()
         recorder.check()

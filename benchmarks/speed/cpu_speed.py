@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The CPU platform next to BF16: a decode step, a prefill, and the quality part of `oscar eval`.
 
-    python -m benchmarks.cpu_speed .model/SmolLM2-135M-Instruct
+    python -m benchmarks.speed.cpu_speed .model/SmolLM2-135M-Instruct
 
 One request; the quality part is two windows of 2,048 tokens, 16 tokens a step. One engine after the other in this
 process. Prints milliseconds, medians for the first two, and their ratios.
