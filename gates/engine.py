@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from benchmarks.models.shapes import GEMMA2, GPT_OSS, prompts
 from gates.side_by_side import Process, failed, side_by_side
 
@@ -117,6 +119,7 @@ class Setting:
         more: what comes after the usual cases
         reencoded: whether decoding goes on until keys leave the window, to see them encoded again
         audited: whether the pool is, in every step
+        since: the first vLLM that runs it
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -130,6 +133,7 @@ class Setting:
     more: Callable[[Any, Path, Ask], Verdicts] | None = None
     reencoded: bool = False
     audited: bool = False
+    since: str = "0.26"
 
 
 BOTH = ("graphs", "eager")
@@ -146,6 +150,7 @@ SETTINGS: dict[str, Setting] = {
     "windows and soft cap": Setting(GEMMA2),
     "gpt-oss": Setting(GPT_OSS, modes=BOTH, weights=True),
     "gpt-oss, MXFP4, drafts": Setting(GPT_OSS, {"speculative_config": DRAFTS}, weights=True, mxfp4=True),
+    "windows in BF16": Setting(GEMMA2, {"kv_cache_dtype_skip_layers": ["sliding_window"]}, since="0.28"),
     "a layer in BF16": Setting(options={"kv_cache_dtype_skip_layers": ["0"]}),
     "means that turn": Setting(turning=3),
     "steps of 8,192": Setting(options={"max_model_len": 8448, "max_num_batched_tokens": 8192}),
@@ -256,6 +261,7 @@ def compiled_late(log: list[str]) -> list[str]:
 
 def main() -> int:
     from benchmarks.models.shapes import model_folder, random_sidecar, random_weights, to_mxfp4
+    from vllm_oscar.integration.seams import vllm_version
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
@@ -270,6 +276,9 @@ def main() -> int:
     processes = {}
     for name in args.only:
         setting = SETTINGS[name]
+        if vllm_version() < Version(setting.since):
+            print(f"LEFT OUT {name}: needs vLLM {setting.since}")
+            continue
         folder = model_folder("tiny", root / re.sub(r"\W+", "-", name), **setting.model)
         sidecar = random_sidecar(folder, setting.turning, setting.group_size)
         if setting.weights:

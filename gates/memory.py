@@ -77,7 +77,7 @@ def mixed_lengths(crowd: Crowd, seconds: float) -> None:
 
 def one_long_prompt(crowd: Crowd, seconds: float) -> None:
     """64 decodes, among which a prompt of 100K is computed, and then decodes itself."""
-    for _ in range(REQUESTS - 1):
+    for _ in range(REQUESTS):
         crowd.add(1_000, 2_000)
     for _ in range(100):  # all decode
         crowd.step()
@@ -99,7 +99,7 @@ def run(case: str, folder: Path, sidecar: Path, seconds: float) -> Iterator[tupl
         skip_tokenizer_init=True,
         kv_cache_dtype="oscar",
         max_model_len=131_072,
-        max_num_seqs=REQUESTS,
+        max_num_seqs=REQUESTS + 1,
         seed=0,
         additional_config={"oscar": {"sidecar": str(sidecar)}},
         **given,

@@ -30,7 +30,6 @@ def oscar(make_engine: Callable[..., Engine]) -> Engine:
     return make_engine(enable_prefix_caching=True, **OPTIONS)
 
 
-@pytest.mark.both_runners
 def test_structured_output(oscar: Engine) -> None:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams

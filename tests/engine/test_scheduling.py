@@ -233,7 +233,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "kv_cache_dtype": "auto"}
 
 
-@pytest.mark.parametrize("method", [pytest.param("ngram", marks=pytest.mark.both_runners), "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_speculation(
     model_path: Path,
     sidecar_path: Path,

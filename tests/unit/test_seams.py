@@ -52,7 +52,7 @@ def test_as_expected(root: Path) -> None:
             "AttentionBackend.customize_spec does not",
         ),
         ("v1/attention/selector.py", "use_mla: bool = False", "use_mla: bool = True", "use_mla is True by default"),
-        ("v1/attention/selector.py", "use_mla: bool", "use_new: bool = True\n    use_mla: bool", "use_new is True"),
+        ("v1/attention/selector.py", "use_mla: bool = False\n", "use_new: bool = True\n", "use_new is True by default"),
         ("platforms/interface.py", "def update_block_size_for", "def update_size_for", "update_block_size_for_backend"),
         ("v1/worker/gpu/model_runner.py", "def prepare_inputs(", "def make_inputs(", "prepare_inputs does not exist"),
     ],
