@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.models.shapes import GEMMA2, prompts
+from benchmarks.models.shapes import GEMMA2, GPT_OSS, prompts
 from gates.side_by_side import Process, failed, side_by_side
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHINDUCTOR_COMPILE_THREADS="2", VLLM_LOGGING_LEVEL="WARNING")
@@ -113,6 +113,7 @@ class Setting:
         group_size: the sidecar's
         modes: with CUDA graphs, eagerly
         weights: whether they are on the disk; else they are vLLM's dummies
+        mxfp4: whether those of experts are in MXFP4
         more: what comes after the usual cases
         reencoded: whether decoding goes on until keys leave the window, to see them encoded again
         audited: whether the pool is, in every step
@@ -125,12 +126,15 @@ class Setting:
     group_size: int = 0
     modes: tuple[str, ...] = ("graphs",)
     weights: bool = False
+    mxfp4: bool = False
     more: Callable[[Any, Path, Ask], Verdicts] | None = None
     reencoded: bool = False
     audited: bool = False
 
 
 BOTH = ("graphs", "eager")
+# on the host, which knows how many each request has
+SEVERAL = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
 # reaches from before the window to keys that were written by decoding and have left it
 Reencoded = functools.partial(Setting, options=DECODE_GRAPHS, oscar={"sink": 16, "window": 64}, reencoded=True)
@@ -140,9 +144,12 @@ SETTINGS: dict[str, Setting] = {
     "D64": Setting({"head_dim": 64, "num_key_value_heads": 4}),
     "D256, GQA 8, FP16": Setting({"head_dim": 256, "num_key_value_heads": 1}, {"dtype": "float16"}),
     "windows and soft cap": Setting(GEMMA2),
+    "gpt-oss": Setting(GPT_OSS, modes=BOTH, weights=True),
+    "gpt-oss, MXFP4, drafts": Setting(GPT_OSS, {"speculative_config": DRAFTS}, weights=True, mxfp4=True),
     "a layer in BF16": Setting(options={"kv_cache_dtype_skip_layers": ["0"]}),
     "means that turn": Setting(turning=3),
     "steps of 8,192": Setting(options={"max_model_len": 8448, "max_num_batched_tokens": 8192}),
+    "drafts of several lengths": Setting(options={"speculative_config": SEVERAL}),
     "drafts": Setting(options={"speculative_config": DRAFTS}, modes=BOTH),
     "D80, turning, new weights, sleep": Setting(
         {"head_dim": 80}, DECODE_GRAPHS | {"enable_sleep_mode": True}, turning=3, weights=True,
@@ -248,7 +255,7 @@ def compiled_late(log: list[str]) -> list[str]:
 
 
 def main() -> int:
-    from benchmarks.models.shapes import model_folder, random_sidecar, random_weights
+    from benchmarks.models.shapes import model_folder, random_sidecar, random_weights, to_mxfp4
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
@@ -267,6 +274,8 @@ def main() -> int:
         sidecar = random_sidecar(folder, setting.turning, setting.group_size)
         if setting.weights:
             random_weights(folder)
+        if setting.mxfp4:
+            to_mxfp4(folder)
         environment = {"VLLM_OSCAR_AUDIT": "1"} if setting.audited else {}
         for mode in setting.modes:
             command = [sys.executable, "-m", "gates.engine", "--engine", name, str(folder), str(sidecar), mode]

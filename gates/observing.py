@@ -110,8 +110,7 @@ class Observer:
             with _noting(self._serving) as noted:
                 step = self._steps[builder] = original(builder, *args, **kwargs)
             runtime = builder.runtime
-            if runtime.decode_threshold == 1 or not step.calls:  # drafts of several lengths: the device is asked
-                self.seen.waits |= noted.waits
+            self.seen.waits |= noted.waits
             if noted.allocations and not step.calls and runtime._watched % _WATCH_EVERY != 1:  # then it copies counters
                 self.seen.allocations.add("builder")
             return step
@@ -131,7 +130,7 @@ class Observer:
             before, decodes = after - (end - start), request < step.num_decodes
             tokens = after if decodes else before
             blocks = step.block_table[request, : -(-tokens // impl.layout.block_size)].long()
-            stored = read_rows(views, impl.pool, step.table, blocks, tokens, before)
+            stored = read_rows(views, impl.pool, step.table, blocks, tokens, before, impl.sliding_window)
             self.seen.reads.append(stored.reads(before, impl.runtime.config.sink, impl.sliding_window).tolist())
             heads = (end - start, -1, impl.head_size)
             wanted = attend(
@@ -144,6 +143,7 @@ class Observer:
                 None if decodes else (key[start:end].view(heads), value[start:end].view(heads)),
                 impl.soft_cap,
                 impl.sliding_window,
+                impl.sink_logits,
             )
             got = output[start:end].view(heads).float()
             assert torch.isfinite(got).all(), "a layer's output is not finite"

@@ -3,6 +3,7 @@
 Whatever no token was written to holds bytes 0xFF, NaN in every float format.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.page_layout import KEY, VALUE, PageLayout, pack
-from vllm_oscar.quantizer import MAX_VALUE_SCALE, encode_ls
+from vllm_oscar.quantizer import MAX_VALUE_SCALE, encode_ls, sanitised
 from vllm_oscar.rotation import Transform
 from vllm_oscar.turning import TurningMean
 
@@ -36,13 +37,15 @@ class Cache:
     value: Transform
 
 
-def transform(heads: int, head_size: int, dtype: torch.dtype, generator: torch.Generator) -> Transform:
-    """A random transform that is not orthogonal, with a mean."""
+def transform(
+    heads: int, head_size: int, dtype: torch.dtype, generator: torch.Generator, size: float = 1.0
+) -> Transform:
+    """A random transform that is not orthogonal, with a mean, of rows whose elements are of about `size`."""
     device = generator.device
     matrix = torch.randn(heads, head_size, head_size, generator=generator, device=device, dtype=torch.float64)
     matrix = torch.linalg.qr(matrix).Q * torch.linspace(0.5, 2.0, head_size, device=device, dtype=torch.float64)
     mean = torch.randn(heads, head_size, generator=generator, device=device)
-    return Transform.rounded(mean, matrix.float(), dtype)
+    return Transform.rounded(size * mean, matrix.float() / size, dtype)
 
 
 def turning_mean(heads: int, head_size: int, pairs: int, size: float, generator: torch.Generator) -> TurningMean | None:
@@ -80,9 +83,12 @@ def fill(
     seed: int = 0,
     device: torch.device | str = "cpu",
     copied: float = 0.8,
+    saturated: bool = False,
+    value_size: float = 1.0,
 ) -> Cache:
     """A cache of sequences in random blocks. Not every block has a slot, and not every row in a slot is proven:
-    unproven rows hold NaN, proven ones are there outside the contract too."""
+    unproven rows hold NaN, proven ones are there outside the contract too. If `saturated`, some rows are as large as
+    rows can be, and transforms such that raw ones are not; value_size: see `transform`."""
     device = torch.device(device)
     generator = torch.Generator(device=device).manual_seed(seed)
     p, d = layout.block_size, layout.head_size
@@ -104,7 +110,11 @@ def fill(
         own = free[taken : taken + count]
         taken += count
         block_table[index, :count] = own
-        rows = torch.randn(2, length, heads, d, generator=generator, device=device).to(dtype)
+        rows = torch.randn(2, length, heads, d, generator=generator, device=device)
+        if saturated:  # one key: attention to several would be decided by their rounding
+            rows[KEY, -1] *= 1e6
+            rows[VALUE, ::2] *= 1e6
+        rows = sanitised(rows)[0].to(dtype)
         token = torch.arange(length, device=device)
         at, off = own[token // p].long(), token % p
         for which in (KEY, VALUE):
@@ -125,31 +135,55 @@ def fill(
         pool.rows[slot[where[:, 0]], where[:, 1], :, off[where[:, 0]]] = float("nan")
     return Cache(
         layout, pages, pool, table, block_table, torch.tensor(lengths, dtype=torch.int32, device=device),
-        transform(heads, d, dtype, generator), transform(heads, d, dtype, generator),
+        transform(heads, d, dtype, generator, 1e-3 if saturated else 1.0),
+        transform(heads, d, dtype, generator, 1e-3 if saturated else value_size),
     )  # fmt: skip
 
 
+def free_before_window(cache: Cache, computed: list[int], sliding_window: int | None) -> None:
+    """What vLLM does to the block tables of a sliding-window group: blocks that no further token sees are gone, and its
+    null block, which is full of NaN here, stands in their place.
+
+    Args:
+        computed: tokens of each sequence before the step
+    """
+    for index, before in enumerate(computed):
+        gone = attention.first_seen(before, sliding_window) // cache.layout.block_size
+        cache.block_table[index, :gone] = 0
+
+
 def reference(
-    cache: Cache, query: torch.Tensor, q_len: int, scale: float, soft_cap: float, sliding_window: int | None
+    cache: Cache,
+    query: torch.Tensor,
+    queries: Sequence[int],
+    scale: float,
+    soft_cap: float,
+    sliding_window: int | None,
+    sink_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a decode step must give, float32 (sequences * q_len, query heads, D), with m_V for sequences of length 0,
-    and its reads, int64 (3,), see StoredRows.reads."""
+    """What a decode step must give, float32 (tokens, query heads, D), with m_V, or 0 with sink_logits, for sequences of
+    length 0, and its reads, int64 (3,), see StoredRows.reads.
+
+    Args:
+        queries: of each sequence
+    """
     views = cache.layout.views(cache.pages)
     ratio = query.shape[1] // cache.pages.shape[1]
     parts = []
     reads = torch.zeros(3, dtype=torch.int64, device=query.device)
-    for index, length in enumerate(cache.seq_lens.tolist()):
-        own = query[index * q_len : (index + 1) * q_len]
+    each = zip(cache.seq_lens.tolist(), queries, query.split(list(queries)), strict=True)
+    for index, (length, count, own) in enumerate(each):
         if length == 0:
-            parts.append(cache.value.mean.repeat_interleave(ratio, 0).expand(q_len, -1, -1))
+            mean = cache.value.mean.repeat_interleave(ratio, 0).expand(count, -1, -1)
+            parts.append(mean if sink_logits is None else torch.zeros_like(mean))
             continue
         blocks = cache.block_table[index, : -(-length // cache.layout.block_size)].long()
-        before = length - q_len
-        stored = attention.read_rows(views, cache.pool, cache.table, blocks, length, before)
+        before = length - count
+        stored = attention.read_rows(views, cache.pool, cache.table, blocks, length, before, sliding_window)
         reads += stored.reads(before, cache.table.contract.sink, sliding_window)
         parts.append(
             attention.attend(
-                own, stored, cache.key, cache.value, scale, before, soft_cap=soft_cap, sliding_window=sliding_window
+                own, stored, cache.key, cache.value, scale, before, None, soft_cap, sliding_window, sink_logits
             )
         )
     return torch.cat(parts), reads

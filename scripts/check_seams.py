@@ -64,6 +64,7 @@ ATTRIBUTES = {
     "vllm.config.VllmConfig": "additional_config kv_transfer_config speculative_config",
     "vllm.v1.attention.selector.AttentionSelectorConfig": "has_sink use_sparse use_mm_prefix use_non_causal",
     "vllm.v1.worker.gpu_worker": "kernel_warmup",
+    "vllm.device_allocator.cumem.CuMemAllocator": "instance use_memory_pool",
     "vllm.config.cache": "CacheDType",
 }
 

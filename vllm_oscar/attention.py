@@ -7,8 +7,10 @@ own raw keys and values. With B the inverse transform, m the mean and a the soft
     logit of a raw token      a q . k
     output                    (sum p y_V) B_V + (sum of those p) m_V + sum p v
 
-in one softmax; a soft cap acts on the whole logit. Kernels may drop a q . m_K where every token is a stored one, not
-however the part of m_K that turns with the token's position (turning).
+in one softmax; a soft cap acts on the whole logit. A head of some models has one logit more, which belongs to no token
+and is learned ("attention sinks"; not to be confused with sink tokens): a query that finds nothing attends to it, so
+that the p of tokens sum to less than one. Kernels may drop a q . m_K where every token is a stored one and there is no
+such logit, not however the part of m_K that turns with the token's position (turning).
 """
 
 from typing import NamedTuple
@@ -40,13 +42,22 @@ class StoredRows(NamedTuple):
         Args:
             before: tokens of the request before the step
             sink: tokens of the request that are sinks
-            sliding_window: tokens behind it are masked, and their blocks may be gone: not reads
+            sliding_window: tokens behind it are not read
         """
-        first = 0 if sliding_window is None else max(0, before + 1 - sliding_window)
+        first = first_seen(before, sliding_window)
         seen = self.hot[first:]
         sinks = seen[: max(0, sink - first)]
         hot, hot_sinks = int(seen.count_nonzero()), int(sinks.count_nonzero())
         return torch.tensor([hot, seen.numel() - hot, sinks.numel() - hot_sinks])
+
+
+def first_seen(before: int, sliding_window: int | None) -> int:
+    """The first token that a step's queries see: blocks of older ones only may be gone, with anything in their place.
+
+    Args:
+        before: tokens of the request before the step
+    """
+    return 0 if sliding_window is None else max(0, before + 1 - sliding_window)
 
 
 def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.device | None = None) -> torch.Tensor:
@@ -61,9 +72,15 @@ def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.
 
 
 def read_rows(
-    views: PageViews, pool: HotPool, table: SlotTable, blocks: torch.Tensor, tokens: int, before: int
+    views: PageViews,
+    pool: HotPool,
+    table: SlotTable,
+    blocks: torch.Tensor,
+    tokens: int,
+    before: int,
+    sliding_window: int | None = None,
 ) -> StoredRows:
-    """Gather and decode the first `tokens` stored tokens of a request.
+    """Gather and decode the first `tokens` stored tokens of a request; rows before `first_seen` are 0.
 
     Args:
         views: the layer's pages
@@ -80,11 +97,14 @@ def read_rows(
         return decoded.transpose(0, 1).flatten(1, 2)[:, :tokens].transpose(0, 1)
 
     key, value = rows(KEY), rows(VALUE)
+    first = first_seen(before, sliding_window)
+    key[:first], value[:first] = 0, 0
 
     sink, window = table.limits.tolist()
     slots = table.slot_of_block[blocks].long()
     p = views.meta.shape[2]
     wanted = in_contract(tokens, before, sink, window, key.device)
+    wanted[:first] = False
     copied = (slots != NO_SLOT).repeat_interleave(p)[:tokens] & wanted
     hot = torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
     token = copied.nonzero()[:, 0]
@@ -109,6 +129,7 @@ def attend(
     fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     soft_cap: float = 0.0,
     sliding_window: int | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one request's queries.
 
@@ -119,6 +140,7 @@ def attend(
         fresh: raw keys and values (n, KV heads, D) of the step's own tokens (a prefill), or None (a decode)
         soft_cap: 0 for none, else logits become cap * tanh(logit / cap)
         sliding_window: query at i sees only j > i - sliding_window
+        sink_logits: (query heads,), one more in each head's softmax, beside the capped ones
 
     Returns:
         float32 (n, query heads, D)
@@ -144,6 +166,9 @@ def attend(
     if sliding_window is not None:
         visible &= positions > at - sliding_window
     logits = logits.masked_fill(~visible[:, None, None], float("-inf"))
+    if sink_logits is not None:
+        sinks = sink_logits.float().view(kv_heads, -1, 1).expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sinks], -1)
     probability = logits.softmax(-1)
 
     from_stored = probability[..., :tokens]
@@ -151,7 +176,7 @@ def attend(
     output = torch.einsum("nhrd,hde->nhre", output, value_transform.inverse)
     output += from_stored.sum(-1, keepdim=True) * value_transform.mean[:, None]
     if fresh is not None:
-        output += torch.einsum("nhrj,jhd->nhrd", probability[..., tokens:], fresh[1].float())
+        output += torch.einsum("nhrj,jhd->nhrd", probability[..., tokens : tokens + n], fresh[1].float())
     return output.reshape(n, query_heads, head_size)
 
 
@@ -165,7 +190,7 @@ def attend_fused(
     fresh: tuple[torch.Tensor, torch.Tensor] | None = None,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """`attend` without a soft cap, by torch's fused attention, to rounding.
+    """`attend` without soft cap and sink logits, by torch's fused attention, to rounding.
 
     Raw tokens are transformed as stored ones are, so that every token has the same a q . m_K, which softmax does not
     see, and the same m_V.

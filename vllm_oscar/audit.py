@@ -7,13 +7,13 @@ import os
 
 import torch
 
+from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.errors import PoolError
 from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, page_words
 from vllm_oscar.page_layout import KEY, VALUE, PageViews, unpack
-from vllm_oscar.quantizer import MAX_VALUE_SCALE, decode
+from vllm_oscar.quantizer import decode, encode_ls
 
 ENVIRONMENT_VARIABLE = "VLLM_OSCAR_AUDIT"
-_FAR = 1.0  # squared distance of a row from its own INT2 form, of its norm; another token's is at about 2
 
 
 def asked_for() -> bool:
@@ -45,12 +45,14 @@ def check_table(table: SlotTable) -> None:
     _holds("masked writes leave nothing", torch.stack([table.slot_of_block[-1], table.block_of_slot[-1]]) == -1)
 
     sink, window = table.limits[:1], table.limits[1:]
-    _holds("the sink limit is the contract's, or one block", (sink == contract.sink) | (sink == min(p, contract.sink)))
+    whole_blocks = (sink > 0) & (sink < contract.sink) & (sink % p == 0)
+    _holds("the sink limit is the contract's, or whole blocks", (sink == contract.sink) | whole_blocks)
     whole_blocks = (window >= 1) & (window < contract.window) & ((window - 1) % p == 0)
     _holds("the window limit is the contract's, or 1 and whole blocks", (window == contract.window) | whole_blocks)
+    _holds("no window shrinks before the sink", (window == contract.window) | (sink <= p))
     last, step = table.last_step[:-1], table.step
     _holds("no slot was needed in a step to come", (last >= 0) & (last <= step))
-    _holds("no more steps shrank the window than there were", (table.shrunk_steps >= 0) & (table.shrunk_steps <= step))
+    _holds("no more steps shrank the limits than there were", (table.shrunk_steps >= 0) & (table.shrunk_steps <= step))
     most = step.long() * table.num_slots
     _holds("no step evicts more than the pool holds", (table.evictions >= 0) & (table.evictions <= most))
 
@@ -71,10 +73,29 @@ def check_places(table: SlotTable, slot_mapping: torch.Tensor, hot_slot_mapping:
     _holds("no two copies go into one place", torch.tensor([place.unique().numel() == place.numel()]))
 
 
-def check_copies(table: SlotTable, pool: HotPool, views: PageViews) -> None:
+def _encoded_from(copy: torch.Tensor, codec: RowCodec, page: torch.Tensor) -> torch.Tensor:
+    """Whether page rows are what the encoder makes of copies, bool (tokens, heads); both are (tokens, heads, D).
+
+    The kernels' encoders and these agree in all but some codes of a row. Another token's row is twice as far as this
+    allows.
+    """
+    size = codec.group_size
+    forms = [codec.encode(copy)]
+    if codec.metric is not None:  # a decode step of the kernels writes least-squares codes first
+        forms.append(encode_ls(copy, size, codec.first_gain, codec.max_scale))
+    same = torch.zeros(copy.shape[:2], dtype=torch.bool, device=copy.device)
+    for form in forms:
+        row = decode(form.codes, form.scale, form.offset)
+        spread = (row - row.mean(-1, keepdim=True)).square().sum(-1)
+        same |= (page - row).square().sum(-1) <= spread + 1e-4 * row.square().sum(-1)
+    return same
+
+
+def check_copies(table: SlotTable, pool: HotPool, views: PageViews, cache_layer: CacheLayer) -> None:
     """A layer between two steps: a copy whose words agree with its page's is a copy of the row that is in the page.
 
-    Rows beyond what INT2 can express are left out.
+    That is so where the two are near, of the copy's norm (another token's is at about 1.4 of it). Of some rows no INT2
+    form is near, by that measure: then the copy is encoded again.
 
     Raises:
         PoolError: names the rule that is broken.
@@ -83,9 +104,13 @@ def check_copies(table: SlotTable, pool: HotPool, views: PageViews) -> None:
     blocks = table.block_of_slot[slots].long()
     meta = views.meta[blocks]
     proven = (pool.words[slots] == page_words(meta)).all(-1)  # (slots, heads, P)
-    for which, name in ((KEY, "key"), (VALUE, "value")):
+    for which, codec, name in ((KEY, cache_layer.key, "key"), (VALUE, cache_layer.value, "value")):
         pair = meta[..., which, :, :]
         page = decode(unpack(views.codes[which][blocks]), pair[..., 0], pair[..., 1])
         copy = pool.rows[slots][:, :, which].float()
-        near = (page - copy).square().sum(-1) <= _FAR * copy.square().sum(-1)
-        _holds(f"a proven {name} is the page's", near | ~proven | (copy.abs().amax(-1) >= MAX_VALUE_SCALE))
+        right = ~proven | ((page - copy).square().sum(-1) <= copy.square().sum(-1))  # (slots, heads, P)
+        slot, offset = (~right).any(1).nonzero().unbind(1)
+        if slot.numel():
+            rows = pool.rows[slots[slot], :, which, offset]
+            right[slot, :, offset] |= _encoded_from(rows, codec, page[slot, :, offset])
+        _holds(f"a proven {name} is the page's", right)

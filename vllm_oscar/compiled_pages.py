@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from vllm_oscar.attention import StoredRows
+from vllm_oscar.attention import StoredRows, first_seen
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.compiled_quantizer import compiled
 from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, page_words
@@ -101,13 +101,19 @@ def _write_rows(which, codes, pairs, y, slots, hot_slots, page_codes, words, cop
 
 
 def read_rows(
-    views: PageViews, pool: HotPool, table: SlotTable, blocks: torch.Tensor, tokens: int, before: int
+    views: PageViews,
+    pool: HotPool,
+    table: SlotTable,
+    blocks: torch.Tensor,
+    tokens: int,
+    before: int,
+    sliding_window: int | None = None,
 ) -> StoredRows:
     """See attention.read_rows; everything lies on the CPU."""
     sink, window = table.limits.tolist()
     heads, size = pool.rows.shape[1], pool.rows.shape[-1]
-    rows = torch.empty(2, heads, tokens, size)
-    hot = torch.empty(tokens, heads, dtype=torch.bool)
+    rows = torch.zeros(2, heads, tokens, size)
+    hot = torch.zeros(tokens, heads, dtype=torch.bool)
     _read_rows(
         views.codes[KEY].view(torch.int16).numpy(),
         views.codes[VALUE].view(torch.int16).numpy(),
@@ -116,6 +122,7 @@ def read_rows(
         pool.words.numpy(),
         blocks.numpy(),
         table.slot_of_block.numpy(),
+        first_seen(before, sliding_window),
         sink,
         before + 1 - window,
         _values(torch.float16),
@@ -135,6 +142,7 @@ def _read_rows(
     copied_words,
     blocks,
     slots,
+    first,
     sink,
     recent,
     half_values,
@@ -148,6 +156,7 @@ def _read_rows(
     copies: int16 (slots, heads, 2, P, D)
     blocks: int64, those of the request in order
     slots: int32, of each block
+    first: token from which on rows are read
     sink, recent: tokens before the one and from the other on are read from copies
     half_values, values: see `_values`
     rows, hot: the results, float32 (2, heads, tokens, D) and bool (tokens, heads)
@@ -157,7 +166,7 @@ def _read_rows(
     units = size // 8
     group_size = 2 * size // pairs  # `pairs` counts keys' and values' groups
     for head in range(heads):
-        for token in range(tokens):
+        for token in range(first, tokens):
             block, at = blocks[token // block_size], token % block_size
             slot = slots[block]
             proven = slot != NO_SLOT and (token < sink or token >= recent)
@@ -172,9 +181,9 @@ def _read_rows(
                     continue
                 codes = (key_codes if which == 0 else value_codes)[block, head, at]
                 for position in range(8):
-                    first = position * units
-                    word = words[block, head, at, (which * pairs) // 2 + first // group_size]
+                    channel = position * units
+                    word = words[block, head, at, (which * pairs) // 2 + channel // group_size]
                     scale, offset = half_values[word & 0xFFFF], half_values[(word >> 16) & 0xFFFF]
                     for unit in range(units):
                         code = (codes[unit] >> (2 * position)) & 3
-                        row[first + unit] = np.float32(code) * scale + offset
+                        row[channel + unit] = np.float32(code) * scale + offset

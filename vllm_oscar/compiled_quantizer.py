@@ -18,7 +18,17 @@ import numba.core.dispatcher
 import numpy as np
 import torch
 
-from vllm_oscar.quantizer import _RIDGE, FP16_MAX, LANES, LS_REFITS, METRIC_PASSES, STEP_OVER_STD, Encoded, Metric
+from vllm_oscar.quantizer import (
+    _RIDGE,
+    FP16_MAX,
+    LANES,
+    LS_REFITS,
+    METRIC_PASSES,
+    ROW_MAX,
+    STEP_OVER_STD,
+    Encoded,
+    Metric,
+)
 
 # A CPU engine of vLLM 0.32 that starts looks into the `__dict__` of whatever any module holds. llvmlite's library makes
 # a function of every name that it is asked for, this one too, over which the engine would fall.
@@ -27,7 +37,7 @@ getattr(llvmlite.binding.ffi.lib, "_fntab", {})["__dict__"] = {}
 TOP_CODE = 3
 # numba takes Python's floats for float64
 _ZERO, _ONE, _HALF, _QUARTER, _TINY = (np.float32(number) for number in (0, 1, 0.5, 0.25, 1e-6))
-_FP16_MAX, _RIDGE_32 = np.float32(FP16_MAX), np.float32(_RIDGE)
+_FP16_MAX, _ROW_MAX, _RIDGE_32 = (np.float32(number) for number in (FP16_MAX, ROW_MAX, _RIDGE))
 _LARGEST_ZERO = np.float32(2**-25)  # largest float32 that is 0 as a float16
 _TOGETHER = 8  # rows
 _NO_METRIC = np.zeros((3, 0, 0, 0), np.float32)
@@ -134,7 +144,7 @@ def _sanitised(row, y):
     """Writes y; returns whether it differs from the row."""
     changed = False
     for i in range(len(row)):
-        y[i] = _ZERO if np.isnan(row[i]) else _bounded(row[i], -_FP16_MAX, _FP16_MAX)
+        y[i] = _ZERO if np.isnan(row[i]) else _bounded(row[i], -_ROW_MAX, _ROW_MAX)
         changed = changed or y[i] != row[i]
     return changed
 

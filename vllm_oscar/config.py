@@ -16,7 +16,7 @@ from vllm_oscar.errors import ConfigError
 
 ENVIRONMENT_VARIABLE = "VLLM_OSCAR_CONFIG"
 KEY_ENCODERS = ("ls", "metric")
-MAX_WINDOW = 4000  # tokens; the kernel that gives slots away counts the window's blocks in registers
+MAX_TOKENS = 4000  # of the sink, and of the window; the kernel that gives slots away counts their blocks in registers
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ class OscarConfig:
         check(
             self.rotation in ("calibrated", "hadamard"), f"rotation: {self.rotation!r}; use 'calibrated' or 'hadamard'"
         )
-        check(_is_int(self.sink) and self.sink >= 0, f"sink: {self.sink!r} is no number of tokens (0 or more)")
-        check(
-            _is_int(self.window) and 1 <= self.window <= MAX_WINDOW,
-            f"window: {self.window!r} is no number of tokens (1 to {MAX_WINDOW})",
-        )
+        for name, least in (("sink", 0), ("window", 1)):
+            tokens = getattr(self, name)
+            check(
+                _is_int(tokens) and least <= tokens <= MAX_TOKENS,
+                f"{name}: {tokens!r} is no number of tokens ({least} to {MAX_TOKENS})",
+            )
         check(
             self.key_encoder is None or self.key_encoder in KEY_ENCODERS,
             f"key_encoder: {self.key_encoder!r}; use one of {KEY_ENCODERS} or leave it out",

@@ -22,7 +22,9 @@ from vllm_oscar.errors import ConfigError
 from vllm_oscar.page_layout import PageLayout
 
 NO_SLOT = -1
+FLOOR = 0  # rank of a block without which a request cannot be served, see SlotTable.allocate
 UNNEEDED = 1 << 20  # rank of a block that this step does not need
+FREE, UNPROVEN, WINDOW, SINK, IN_FLIGHT = range(5)  # kinds of slots, in the order in which they are given away
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class HotContract:
         return -(-(self.window - 1) // self.block_size)
 
     @property
+    def levels(self) -> int:
+        """Ranks that a needed block may have, see SlotTable.allocate: the floor's, the window's, the far sinks'."""
+        return 1 + self.depth + max(self.sink_blocks - 1, 0)
+
+    @property
     def tail_blocks(self) -> int:
         """Most blocks that W consecutive tokens can touch."""
         return self.depth + 1
@@ -81,12 +88,13 @@ class SlotTable:
         last_step: int32 (slots + 1,), the step in which the slot was last needed
         is_sink: bool (slots + 1,)
         limits: int32 (2,), the sink and the window that hold in this step (smaller than asked for when the
-            running requests need more slots than there are)
+            running requests need more slots than there are: first the sink, down to one block, then the window)
         evictions: int64 (1,), copies given up so far
         shrunk_steps: int64 (1,), steps in which the limits were below what was asked for
         step: int32 (1,), number of calls of `allocate` so far
         in_flight: batches of a pipeline, whose steps take turns: each may fill its share of the slots, and none gives
             away what another's last step needed
+        sliding_window: tokens that the group's layers see, the widest of them; None: all
     """
 
     contract: HotContract
@@ -99,10 +107,17 @@ class SlotTable:
     shrunk_steps: torch.Tensor
     step: torch.Tensor
     in_flight: int
+    sliding_window: int | None
 
     @classmethod
     def empty(
-        cls, contract: HotContract, num_blocks: int, num_slots: int, device: torch.device, in_flight: int = 1
+        cls,
+        contract: HotContract,
+        num_blocks: int,
+        num_slots: int,
+        device: torch.device,
+        in_flight: int = 1,
+        sliding_window: int | None = None,
     ) -> "SlotTable":
         def made(size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -118,6 +133,7 @@ class SlotTable:
             shrunk_steps=made(1, torch.int64),
             step=made(1, torch.int32),
             in_flight=in_flight,
+            sliding_window=sliding_window,
         )
         table.clear()
         return table
@@ -152,8 +168,9 @@ class SlotTable:
         but the step number.
 
         Ranks decide what goes when the step's requests need more than `slots_per_step`: 0 the floor (first sink block,
-        tail block, blocks that a decode step writes), 1 the other sinks, 1 + d the blocks that a window of
-        1 + d*P tokens reaches. The largest rank that fits, counted over distinct blocks, sets `limits` for all.
+        tail block, blocks that a decode step writes), d the blocks that a window of 1 + d*P tokens reaches, and, last,
+        depth + b the sink block number b. The largest rank that fits, counted over distinct blocks, sets `limits` for
+        all. Blocks that no layer of the group sees any more are not needed: vLLM may have given them to others.
 
         Args:
             block_table: int32 (requests, >= blocks of the longest)
@@ -180,12 +197,12 @@ class SlotTable:
         distinct = (first[block] == index) & (rank < UNNEEDED)
         sink_block = torch.zeros_like(self.slot_of_block).scatter_reduce(0, block, is_sink.int(), "amax")
 
-        levels = contract.depth + 2
+        levels = contract.levels
         histogram = torch.zeros(levels, dtype=torch.int64, device=block.device)
         histogram.scatter_add_(0, best[block].clamp(max=levels - 1).long(), distinct.long())
         fits = histogram.cumsum(0) <= self.slots_per_step
         level = fits.long().cumprod(0).sum() - 1  # the last rank that fits; -1 cannot be, start-up refuses it
-        self._set_limits(level, levels)
+        self._set_limits(level)
         needed = distinct & (best[block] <= level)
 
         slot = self.slot_of_block[block].long()
@@ -229,35 +246,35 @@ class SlotTable:
         logical = torch.cat([sinks, around(before), around(after)], 1)
         start, end = logical * p, (logical + 1) * p
         exists = (logical >= 0) & (start < after)
-        is_sink = exists & (start < contract.sink)
 
         # the smallest window that reaches the block: for reading history, and for the step that comes next
         reading = torch.where(start < before, before + 1 - torch.minimum(end - 1, before - 1), UNNEEDED)
         writing = torch.where(end > before, after + 1 - torch.minimum(end - 1, after - 1), UNNEEDED)
         reach = torch.minimum(reading, writing)
-        rank = torch.where(reach <= contract.window, 1 + torch.div(reach + p - 2, p, rounding_mode="floor"), UNNEEDED)
-        rank = torch.where(is_sink, 1, rank)
-        tail = (start < after) & (after <= end)
-        floor = (is_sink & (logical == 0)) | tail | (short & (end > before))
-        rank = torch.where(floor, 0, rank)
-        return logical, torch.where(exists, rank, UNNEEDED).int(), is_sink
+        seen = exists if self.sliding_window is None else exists & (reach <= self.sliding_window)
+        is_sink = seen & (start < contract.sink)
+        rank = torch.where(is_sink, contract.depth + logical, UNNEEDED)
+        depth = torch.div(reach + p - 2, p, rounding_mode="floor")
+        rank = torch.where(seen & (reach <= contract.window), torch.minimum(rank, depth), rank)
+        tail = exists & (after <= end)
+        floor = (is_sink & (logical == 0)) | tail | (exists & short & (end > before))
+        return logical, torch.where(floor, FLOOR, rank).int(), is_sink
 
-    def _set_limits(self, level: torch.Tensor, levels: int) -> None:
+    def _set_limits(self, level: torch.Tensor) -> None:
         contract, p = self.contract, self.contract.block_size
-        window = (1 + (level - 1).clamp(min=0) * p).clamp(max=contract.window)
-        window = torch.where(level == levels - 1, contract.window, window)
-        sink = torch.where(level >= 1, contract.sink, min(contract.sink, p))
+        window = (1 + level * p).clamp(max=contract.window)
+        sink = ((1 + (level - contract.depth).clamp(min=0)) * p).clamp(max=contract.sink)
         self.limits.copy_(torch.stack([sink, window]))
-        self.shrunk_steps += (level < levels - 1).long()
+        self.shrunk_steps += (level < contract.levels - 1).long()
 
     def _victims(self, proven: torch.Tensor) -> torch.Tensor:
         """Slots in the order in which they may be given away, int64 (slots,); those needed now, or by another batch in
         flight, come last."""
         last_step, block = self.last_step[:-1].long(), self.block_of_slot[:-1]
-        kind = torch.where(self.is_sink[:-1], 3, 2)
-        kind = torch.where(proven, kind, 1)
-        kind = torch.where(block < 0, 0, kind)
-        kind = torch.where((self.step - last_step < self.in_flight) & (block >= 0), 4, kind)
+        kind = torch.where(self.is_sink[:-1], SINK, WINDOW)
+        kind = torch.where(proven, kind, UNPROVEN)
+        kind = torch.where(self.step - last_step < self.in_flight, IN_FLIGHT, kind)
+        kind = torch.where(block < 0, FREE, kind)
         return torch.argsort((kind << 32) | last_step, stable=True)
 
     def hot_slot_mapping(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 FP16_MAX = 65504.0
+ROW_MAX = 65280.0  # the largest magnitude that FP16 and BF16 both hold: a bounded row is the same in either
 MAX_VALUE_SCALE = 254.0  # the decode kernel multiplies probability * scale * 256 in fp16
 STEP_OVER_STD = 0.9957  # optimal step of a uniform 4-level quantizer of a Gaussian, in standard deviations
 LS_REFITS = 2
@@ -53,8 +54,8 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor) -> to
 
 
 def sanitised(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 rows with NaN as 0 and magnitudes bounded by what fp16 holds, and a mask (..., heads) of changed rows."""
-    bounded = torch.nan_to_num(y.float(), nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX).clamp(-FP16_MAX, FP16_MAX)
+    """Float32 rows with NaN as 0 and magnitudes bounded by ROW_MAX, and a mask (..., heads) of changed rows."""
+    bounded = torch.nan_to_num(y.float(), nan=0.0).clamp(-ROW_MAX, ROW_MAX)
     return bounded, (bounded != y.float()).any(-1)
 
 

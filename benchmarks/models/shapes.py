@@ -65,6 +65,28 @@ GEMMA2: dict[str, object] = {
     "sliding_window": 512,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+# and changes that make it gpt-oss-20b's attention: 8 query heads to a key of 64, sink logits, a short window
+GPT_OSS: dict[str, object] = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "num_attention_heads": 16,
+    "head_dim": 64,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 4,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
 
 
 def model_folder(shape: str, root: Path, **changes: object) -> Path:
@@ -83,7 +105,29 @@ def random_weights(folder: Path, device: str = "cpu") -> None:
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):  # that they matter
+            torch.nn.init.normal_(parameter, 3.0, 2.0)
     model.save_pretrained(folder)
+
+
+def to_mxfp4(folder: Path) -> None:
+    """Give the gpt-oss checkpoint in a folder of `random_weights` experts of random MXFP4 weights, as OpenAI's are."""
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*blocks, 16), generator=generator, dtype=torch.uint8)
+        # numbers up to 6, times 2^-8
+        tensors[f"{name}_scales"] = torch.full(blocks, 127 - 8, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    dense = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": dense}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def random_adapter(folder: Path) -> Path:

@@ -26,7 +26,8 @@ SINK, WINDOW = 64, 256
 
 @dataclass(frozen=True)
 class Shape:
-    """turning: pairs of channels in which the keys' mean turns with the position."""
+    """turning: pairs of channels in which the keys' mean turns with the position; queries: of each sequence, where they
+    are not all q_len, which is then the most."""
 
     lengths: tuple[int, ...]
     head_size: int = 128
@@ -37,12 +38,14 @@ class Shape:
     q_len: int = 1
     soft_cap: float = 0.0
     turning: int = 0
+    queries: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         runs = [(n, self.lengths.count(n)) for n in dict.fromkeys(self.lengths)]
         lengths = "+".join(f"{count}x{n}" for n, count in runs[:4]) + ("+..." if len(runs) > 4 else "")
         extra = f" G{self.group_size}" if self.group_size else ""
         extra += f" q{self.q_len}" if self.q_len > 1 else ""
+        extra += f" of {self.queries}".replace(",", "") if self.queries else ""
         extra += f" turning {self.turning}" if self.turning else ""
         return f"{lengths} H{self.kv_heads} r{self.ratio} D{self.head_size} P{self.block_size}{extra}"
 
@@ -128,9 +131,10 @@ class Bench:
         self.seq_lens = torch.tensor(shape.lengths, dtype=torch.int32, device=device)
         seqs = len(counts)
         query_heads = heads * shape.ratio
-        self.query = torch.randn(
-            seqs * shape.q_len, query_heads, shape.head_size, device=device, generator=generator
-        ).bfloat16()
+        each = shape.queries or (shape.q_len,) * seqs
+        self.query = torch.randn(sum(each), query_heads, shape.head_size, device=device, generator=generator).bfloat16()
+        starts = torch.tensor([0, *each], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        self.starts = starts if shape.queries else None
         self.out = torch.empty_like(self.query)
         key, value = (transform(heads, shape.head_size, torch.bfloat16, generator) for _ in range(2))
         mean = turning_mean(heads, shape.head_size, shape.turning, 1.0, generator)
@@ -150,7 +154,7 @@ class Bench:
         decode_attention(
             self.query, self.pages, self.layout, self.pool, self.table, self.block_tables[copy], self.seq_lens,
             shape.q_len, self.segments, self.tables, shape.head_size**-0.5, shape.soft_cap, None, self.workspace,
-            self.out,
+            self.out, query_starts=self.starts,
         )  # fmt: skip
 
     def oscar(self) -> float:
@@ -226,6 +230,9 @@ def shapes(quick: bool) -> list[Shape]:
         Shape((128 * k,) * 8, group_size=64),
         Shape((128 * k,) * 8, group_size=32),
         Shape((128 * k,) * 8, q_len=4),
+        Shape((128 * k,) * 8, q_len=4, queries=(4, 1, 2, 3) * 2),
+        Shape((128 * k,) * 8, ratio=8, q_len=4),
+        Shape((128 * k,) * 8, ratio=8, q_len=4, queries=(4, 1, 2, 3) * 2),
         *(Shape((n * k,) * 8, turning=8) for n in (1, 32, 128)),
         Shape((128 * k,) * 16, head_size=64, block_size=128, turning=8),
         Shape((128 * k,) * 16, head_size=64, block_size=16, ratio=8),

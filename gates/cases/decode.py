@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gates.synthetic import Cache, fill, reference, turning_mean
+from gates.synthetic import Cache, fill, free_before_window, reference, turning_mean
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.reads import ReadCounter
@@ -18,7 +18,10 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the
 @dataclass(frozen=True)
 class Case:
     """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average;
-    layers: that the reads are counted for, 0 not to count."""
+    layers: that the reads are counted for, 0 not to count; saturated, value_size: see `fill`; sinks: each query head
+    has a sink logit, about as large as the logarithm of its tokens' sum; queries: of each sequence, where they are not
+    all q_len, which is then the most.
+    """
 
     head_size: int = 128
     group_size: int = 0
@@ -35,22 +38,48 @@ class Case:
     order: str = "packed"
     turning: int = 0
     layers: int = 3
+    saturated: bool = False
+    value_size: float = 1.0
+    sinks: bool = False
+    queries: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
         return " ".join(changed).replace("torch.", "") or "default"
 
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(self.head_size, self.block_size, self.group_size)
+
+    @property
+    def each(self) -> tuple[int, ...]:
+        """Queries of each sequence."""
+        return self.queries or (self.q_len,) * len(self.lengths)
+
 
 def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache, torch.Tensor]:
     """Cache and queries of a case."""
-    layout = PageLayout(case.head_size, case.block_size, case.group_size)
     contract = HotContract(case.sink, case.window, case.block_size)
-    cache = fill(layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device)
+    cache = fill(
+        case.layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device,
+        saturated=case.saturated, value_size=case.value_size,
+    )  # fmt: skip
+    free_before_window(cache, [length - case.q_len for length in case.lengths], case.sliding_window)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
     mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING / 2, generator)
     cache = replace(cache, key=replace(cache.key, turning=mean))
-    shape = (len(case.lengths) * case.q_len, case.kv_heads * case.ratio, case.head_size)
+    shape = (sum(case.each), case.kv_heads * case.ratio, case.head_size)
     return cache, (2 * torch.randn(shape, generator=generator, device=device)).to(case.dtype)
+
+
+def sink_logits(case: Case, cache: Cache) -> torch.Tensor | None:
+    """Of each query head, in steps that take from nothing to nearly all of the attention to the longest sequence."""
+    if not case.sinks:
+        return None
+    heads = case.kv_heads * case.ratio
+    generator = torch.Generator(device=cache.pages.device).manual_seed(2)
+    noise = torch.randn(heads, generator=generator, device=cache.pages.device)
+    return (6 + 4 * noise).to(case.dtype)
 
 
 def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,10 +96,12 @@ def attend(case: Case, cache: Cache, query: torch.Tensor) -> tuple[torch.Tensor,
         tensor.fill_(float("nan"))
     out = torch.full_like(query, float("nan"))
     counts = torch.zeros(3, dtype=torch.int64, device=device)
+    starts = torch.tensor([0, *case.each], dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
     decode_attention(
         query, cache.pages, cache.layout, cache.pool, cache.table, cache.block_table, cache.seq_lens, case.q_len,
         segments, DecodeTables.of(cache.key, cache.value), case.head_size**-0.5, case.soft_cap, case.sliding_window,
         workspace, out, ReadCounter(counts, case.layers) if case.layers else None,
+        sink_logits=sink_logits(case, cache), query_starts=starts if case.queries else None,
     )  # fmt: skip
     return out, counts
 
@@ -79,8 +110,11 @@ def check(case: Case, device: torch.device) -> str:
     """See gates.kernels."""
     cache, query = inputs(case, device)
     out, counts = attend(case, cache, query)
-    expected, reads = reference(cache, query, case.q_len, case.head_size**-0.5, case.soft_cap, case.sliding_window)
-    error = ((out.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)).max().item()
+    expected, reads = reference(
+        cache, query, case.each, case.head_size**-0.5, case.soft_cap, case.sliding_window, sink_logits(case, cache)
+    )
+    size = expected.double().norm(dim=-1).clamp(min=1e-6)
+    error = ((out.double() - expected.double()).norm(dim=-1) / size).max().item()
     assert error < TOLERANCE[case.dtype], f"relative error {error:.2e}"  # of any query head
     wanted = (case.layers * reads).tolist()
     assert counts.tolist() == wanted, f"counted reads {counts.tolist()}, not {wanted}"
@@ -131,5 +165,21 @@ def gpu_cases() -> list[Case]:
         Case(head_size=80, lengths=long, kv_heads=2, turning=2),
         Case(head_size=256, lengths=long, kv_heads=2, turning=8, ratio=16),
         Case(lengths=mixed, kv_heads=2, block_size=64, layers=0),
+        Case(lengths=(320, 1000), kv_heads=2, saturated=True),
+        Case(head_size=64, lengths=(320, 1000), kv_heads=2, dtype=torch.float16, saturated=True),
+        Case(lengths=(320, 1000), kv_heads=2, value_size=1e-7),
+        Case(head_size=64, lengths=(1001, 1345), kv_heads=2, sliding_window=300),
+        Case(head_size=64, lengths=(*mixed, 0), kv_heads=8, ratio=8, block_size=64, sinks=True),
+        Case(head_size=64, lengths=(*mixed, 20000), kv_heads=8, ratio=8, sliding_window=128, sinks=True),
+        Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, turning=8, sinks=True, dtype=torch.float16),
+        Case(head_size=256, lengths=long, kv_heads=2, soft_cap=20.0, sinks=True),
+        Case(lengths=tuple(range(1, 1400, 7)), kv_heads=8, sinks=True),
+        Case(lengths=(3000, 70, 4, 900), kv_heads=2, q_len=4, queries=(1, 3, 4, 2)),
+        Case(lengths=(3000, 70, 5, 900), kv_heads=2, ratio=8, q_len=5, queries=(5, 1, 5, 1), sliding_window=600),
+        Case(head_size=64, lengths=(*mixed, 20000), kv_heads=2, ratio=8, q_len=3, queries=(1, 2, 3) * 3, sinks=True),
+        Case(lengths=(40000, 70, 9), kv_heads=2, q_len=9, queries=(2, 9, 1), soft_cap=20.0, turning=8),
+        Case(
+            lengths=tuple(range(7, 1400, 7)), kv_heads=8, q_len=6, queries=(1, 6, 1, 2) * 49 + (3, 4, 5), block_size=64
+        ),
     ]
     return [case if case.sink == 0 else replace(case, sink=64, window=256) for case in cases]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gates.synthetic import fill, turning_mean
+from gates.synthetic import fill, free_before_window, turning_mean
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.history import RestoreTables, plan
@@ -19,7 +19,8 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a r
 @dataclass(frozen=True)
 class Case:
     """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
-    of the keys' turning mean; layers: that the reads are counted for, 0 not to count."""
+    of the keys' turning mean; bias: size of the keys' constant mean; layers: that the reads are counted for, 0 not to
+    count; saturated: see `fill`; sinks: each query head has a sink logit."""
 
     head_size: int = 128
     group_size: int = 0
@@ -36,28 +37,40 @@ class Case:
     dtype: torch.dtype = torch.float16
     order: str = "padded"
     turning: int = 0
+    bias: float = 1.0
     layers: int = 3
+    saturated: bool = False
+    sinks: bool = False
 
     def __str__(self) -> str:
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
         return " ".join(changed).replace("torch.", "") or "default"
 
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(self.head_size, self.block_size, self.group_size)
+
 
 def check(case: Case, device: torch.device) -> str:
     """See gates.kernels."""
-    layout = PageLayout(case.head_size, case.block_size, case.group_size)
+    layout = case.layout
     lengths = [before for before, _ in case.requests]
     contract = HotContract(case.sink, case.window, case.block_size)
-    cache = fill(layout, lengths, case.kv_heads, case.dtype, contract, case.order, device=device)
+    cache = fill(
+        layout, lengths, case.kv_heads, case.dtype, contract, case.order, device=device, saturated=case.saturated,
+    )  # fmt: skip
+    free_before_window(cache, lengths, case.sliding_window)
     starts = [0]
     for _, query in case.requests:
         starts.append(starts[-1] + query)
     total, heads, size = starts[-1], case.kv_heads * case.ratio, case.head_size
     generator = torch.Generator(device=device).manual_seed(1)
     mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING, generator)
-    cache = replace(cache, key=replace(cache.key, turning=mean))
+    bias = case.bias * cache.key.mean
+    cache = replace(cache, key=replace(cache.key, mean=bias, turning=mean))
     fused = torch.randn(total, heads + 2 * case.kv_heads, size, generator=generator, device=device).to(case.dtype)
     query, key, value = fused.split([heads, case.kv_heads, case.kv_heads], 1)  # views, as vLLM has them
+    key += bias.to(case.dtype)
 
     after = [sum(pair) for pair in case.requests]
     calls = plan(after, starts, case.decoding, case.capacity, case.sliding_window, device)
@@ -67,10 +80,11 @@ def check(case: Case, device: torch.device) -> str:
     out = torch.full((total, heads, size), float("nan"), dtype=case.dtype, device=device)
     counts = torch.zeros(3, dtype=torch.int64, device=device)
     scale = size**-0.5
+    sinks = (3 + 2 * torch.randn(heads, generator=generator, device=device)).to(case.dtype) if case.sinks else None
     prefill(
         query, key, value, cache.pages, layout, cache.pool, cache.table, cache.block_table,
         RestoreTables.of(cache.key, cache.value, case.dtype), calls, workspace, out, scale, case.soft_cap,
-        case.sliding_window, reads=ReadCounter(counts, case.layers) if case.layers else None,
+        case.sliding_window, reads=ReadCounter(counts, case.layers) if case.layers else None, sink_logits=sinks,
     )  # fmt: skip
 
     views = layout.views(cache.pages)
@@ -82,11 +96,11 @@ def check(case: Case, device: torch.device) -> str:
             assert out[rows].isnan().all()
             continue
         blocks = cache.block_table[index, : -(-before // case.block_size)].long()
-        stored = attention.read_rows(views, cache.pool, cache.table, blocks, before, before)
+        stored = attention.read_rows(views, cache.pool, cache.table, blocks, before, before, case.sliding_window)
         reads += stored.reads(before, case.sink, case.sliding_window)
         expected = attention.attend(
             query[rows], stored, cache.key, cache.value, scale, before, (key[rows], value[rows]), case.soft_cap,
-            case.sliding_window,
+            case.sliding_window, sinks,
         )  # fmt: skip
         error = ((out[rows].float() - expected).norm() / expected.norm()).item()
         assert error < TOLERANCE[case.dtype], f"relative error {error:.2e}"
@@ -123,5 +137,9 @@ def gpu_cases() -> list[Case]:
         Case(80, requests=((5000, 700), (10, 20)), capacity=4096, turning=1),
         Case(256, requests=((2600, 129),), capacity=4096, ratio=8, turning=8),
         Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, layers=0),
+        Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, bias=300.0, dtype=torch.bfloat16),
+        Case(requests=((1000, 700), (10, 20)), capacity=1024, saturated=True),
+        Case(64, requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=2, ratio=8, sinks=True),
+        Case(64, requests=step, capacity=4096, kv_heads=2, ratio=8, sliding_window=128, sinks=True),
     ]
     return cases

@@ -27,9 +27,14 @@ class Case:
     stride: int = 0
     long: bool = False
     in_flight: int = 1
+    sliding_window: int | None = None
 
     def __str__(self) -> str:
         return " ".join(f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k))
+
+    @property
+    def layout(self) -> PageLayout:
+        return PageLayout(64, self.block_size)
 
 
 class Schedule:
@@ -90,12 +95,12 @@ class Schedule:
 def check(case: Case, device: torch.device) -> str:
     """See gates.kernels. Every step leaves the state that the reference leaves."""
     p, threshold, batches = case.block_size, 2, case.in_flight
-    layout, contract = PageLayout(64, p), HotContract(case.sink, case.window, p)
+    layout, contract = case.layout, HotContract(case.sink, case.window, p)
     schedules = [
         Schedule(case.sink + case.window + n, range(1 + n, NUM_BLOCKS, batches), p, threshold, device)
         for n in range(batches)
     ]
-    wanted = SlotTable.empty(contract, NUM_BLOCKS, case.num_slots, device, batches)
+    wanted = SlotTable.empty(contract, NUM_BLOCKS, case.num_slots, device, batches, case.sliding_window)
     table = copy.deepcopy(wanted)
     scratch = slots.SlotScratch.of(table)
     pool = HotPool.allocate(layout, case.num_slots, 3, torch.bfloat16, device)
@@ -166,4 +171,6 @@ def gpu_cases() -> list[Case]:
         Case(64, 256, 3000),
         Case(64, 256, 18, 80, 64, stride=1 << 27),  # more than 4 GiB
         Case(16, 33, 18, 80, in_flight=2),
+        Case(100, 33, 14, 80, sliding_window=50),
+        Case(4000, 4000, 30, 80),
     ]

@@ -1,5 +1,6 @@
 """Weights in checkpoint formats that vLLM reads, rounded to nearest: what `examples/awq.py` converts a model with."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,12 @@ def add_cache_scales(folder: Path, layers: int, scale: float) -> None:
     file = folder / "model.safetensors"
     scales = {f"model.layers.{n}.self_attn.{kind}_scale": torch.tensor(scale) for n in range(layers) for kind in "kv"}
     save_file(load_file(file) | scales, file, {"format": "pt"})
+
+
+def add_sinks(folder: Path) -> None:
+    """A sink logit for each query head of each layer, from -2 to 2."""
+    config = json.loads((folder / "config.json").read_text())
+    file = folder / "model.safetensors"
+    logits = torch.linspace(-2, 2, config["num_attention_heads"]).bfloat16()
+    sinks = {f"model.layers.{n}.self_attn.sinks": logits.clone() for n in range(config["num_hidden_layers"])}
+    save_file(load_file(file) | sinks, file, {"format": "pt"})

@@ -175,7 +175,7 @@ class Engine:
     def impls(self) -> list[Any]:
         """The OSCAR layers, in the order of the model."""
         layers = self.runner.compilation_config.static_forward_context.values()
-        return [layer.impl for layer in layers]
+        return [layer.impl for layer in layers if hasattr(layer, "impl")]  # experts are layers too
 
     @property
     def runtime(self) -> Any:

@@ -1,9 +1,12 @@
 """Run by test_kernels_in_engine.py in a process of its own: the GPU's layer and builder in Triton's interpreter.
 
 The CPU platform's engine gets the classes that GPUs use; a small model with random weights runs through them, in
-groups of 32 channels, and the mean of its second layer's keys turns with the position. Prints, for each batch, the
+groups of 32 channels; the mean of its second layer's keys turns with the position, and its first layer is given sink
+logits. Prints, for each batch, the
 number of layer outputs and the largest error in units of what is tolerated; what was seen of keys that are encoded
 again; then the reads that were counted, and the reference's.
+
+With `drafts` behind the folder, n-gram drafts of unequal length instead: prints what each step that verifies some is.
 """
 
 import json
@@ -16,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 os.environ.update(TRITON_INTERPRET="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
 
+import torch  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 
 from benchmarks.models.shapes import liven, model_folder, prompts, random_sidecar  # noqa: E402
@@ -23,7 +27,7 @@ from gates.observing import Observer, Reencoding  # noqa: E402
 from vllm_oscar.integration import warm_up  # noqa: E402
 from vllm_oscar.integration.backend import OscarBackend  # noqa: E402
 from vllm_oscar.integration.cuda import CudaImpl, CudaMetadataBuilder  # noqa: E402
-from vllm_oscar.integration.runtime import OscarRuntime  # noqa: E402
+from vllm_oscar.integration.runtime import OscarRuntime, oscar_impls  # noqa: E402
 
 
 def rehearse(vllm_config: Any) -> None:
@@ -52,15 +56,12 @@ def check_positions() -> None:
     CudaMetadataBuilder.build = build  # type: ignore[method-assign]
 
 
-def main(root: Path) -> None:
+def engine(root: Path, **options: Any) -> Any:
     OscarBackend.get_impl_cls = staticmethod(lambda: CudaImpl)  # type: ignore[method-assign]
     OscarBackend.get_builder_cls = staticmethod(lambda: CudaMetadataBuilder)  # type: ignore[method-assign]
     folder = model_folder("tiny", root, head_dim=64)
     sidecar = random_sidecar(folder, turning=3, group_size=32)
-    check_positions()
-    reencoding = Reencoding()
-    observer = Observer(CudaImpl, CudaMetadataBuilder, reencoding)
-    llm = LLM(
+    return LLM(
         str(folder),
         load_format="dummy",
         skip_tokenizer_init=True,
@@ -72,15 +73,50 @@ def main(root: Path) -> None:
         block_size=16,
         num_gpu_blocks_override=64,
         additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 40}},
+        **options,
     )
+
+
+def answers(llm: Any, batch: list[Any], tokens: int) -> None:
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    llm.generate(batch, sampling, use_tqdm=False)
+
+
+def drafts(root: Path) -> None:
+    observer = Observer(CudaImpl, CudaMetadataBuilder)
+    build = CudaMetadataBuilder.build
+
+    def described(self: Any, *args: Any, **kwargs: Any) -> Any:
+        step = build(self, *args, **kwargs)
+        lengths = step.query_start_loc.diff().tolist()
+        if 1 < max(lengths) <= self.runtime.decode_threshold:
+            print("step", lengths, step.num_decodes, len(step.calls), flush=True)
+        return step
+
+    CudaMetadataBuilder.build = described  # type: ignore[method-assign]
+    speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    llm = engine(root, speculative_config=speculative)
+    llm.apply_model(liven)
+    observer.begin(llm)
+    # the first says over and over what the model answers, the second what it does not, the others nothing twice
+    answers(llm, [{"prompt_token_ids": [7, 9] * 30}, *prompts(2, 22, 5), {"prompt_token_ids": [5, 5, 8] * 4}], 6)
+    print("batch", len(observer.seen.errors), max(observer.seen.errors), flush=True)
+
+
+def main(root: Path) -> None:
+    check_positions()
+    reencoding = Reencoding()
+    observer = Observer(CudaImpl, CudaMetadataBuilder, reencoding)
+    llm = engine(root)
+    impl = oscar_impls(llm.llm_engine.vllm_config)[0]
+    impl.sink_logits = torch.linspace(-2, 6, impl.num_heads, dtype=impl.runtime.dtype)
     rehearse(llm.llm_engine.vllm_config)
     llm.apply_model(liven)
     observer.begin(llm)
     # within eleven steps a batch of 32 is due in each layer, whose last two or three tokens decoding wrote
     for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 80), 2), ([*prompts(2, 14, 5), *prompts(1, 60, 9)], 2)):
         first = len(observer.seen.errors)
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        llm.generate(batch, sampling, use_tqdm=False)
+        answers(llm, batch, tokens)
         seen = observer.seen.errors[first:]
         print("batch", len(seen), max(seen), flush=True)
         if tokens > 2:
@@ -91,4 +127,4 @@ def main(root: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    (drafts if sys.argv[2:] else main)(Path(sys.argv[1]))

@@ -38,7 +38,6 @@ MODELS: list[tuple[dict[str, Any], str]] = [
         named("DeepseekV3ForCausalLM", "deepseek_v3", n_routed_experts=4, n_group=1, topk_group=1, head_dim=None),
         f"MLA models{FP8}",
     ),
-    (named("GptOssForCausalLM", "gpt_oss", num_local_experts=4), f"attention sinks (gpt-oss){FP8}"),
     (named("BloomForCausalLM", "bloom", n_head=2, head_dim=None), f"ALiBi{AUTO}"),
     (named("FalconForCausalLM", "falcon", alibi=True, head_dim=None, num_attention_heads=2), f"ALiBi{AUTO}"),
     (named("BertModel", "bert", head_dim=None, num_attention_heads=2), f"encoder_only attention{AUTO}"),
@@ -78,7 +77,6 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
 
 
 LAYERS: list[tuple[dict[str, Any], str]] = [
-    (named("GraniteForCausalLM", "granite", layer_types=["full_attention"] * 4), f"attention sinks (gpt-oss){FP8}"),
     (named("HrmTextForCausalLM", "hrm_text"), f"PrefillPrefixLMAttention layers{AUTO}"),
     (
         named(

@@ -347,7 +347,7 @@ def test_a_pool_too_small_for_full_windows(
     statistics = engine.runtime.statistics()
     assert statistics["shrunk_steps"] >= 11
     assert statistics["int2_sink_reads"] == 0, "sinks go last"
-    assert len([text for text in warnings if "window was shrunk" in text]) == 1
+    assert len([text for text in warnings if "windows were shrunk" in text]) == 1
     for name, prompt in prompts.items():  # degraded, and still sane
         answer = list(answers[name].outputs[0].token_ids)
         plain.run({"alone": prompt}, 12, forced={"alone": prompt + answer})

@@ -44,6 +44,17 @@ pytestmark = pytest.mark.kernels
         Case(head_size=80, lengths=(100, 17), sink=64, window=256, turning=2),
         Case(head_size=256, lengths=(90, 33), ratio=16, turning=8),
         Case(kv_heads=3, layers=0),
+        Case(lengths=(33, 160), saturated=True),
+        Case(head_size=64, lengths=(33, 160), dtype=torch.float16, saturated=True),
+        Case(lengths=(33, 160), value_size=1e-7),
+        Case(head_size=64, lengths=(145, 200), sliding_window=20),  # granules begin in blocks that are gone
+        Case(head_size=64, lengths=(145, 200), sliding_window=20, q_len=3, soft_cap=5.0),
+        Case(head_size=64, lengths=(33, 160, 0), ratio=8, sinks=True),
+        Case(lengths=(33, 100), q_len=5, ratio=8, sliding_window=40, turning=3, sinks=True),
+        Case(lengths=(33, 160), soft_cap=5.0, dtype=torch.float16, sinks=True),
+        Case(lengths=(33, 100, 17, 3), kv_heads=2, q_len=3, queries=(1, 3, 2, 3)),
+        Case(lengths=(33, 160, 5), ratio=8, q_len=5, queries=(1, 5, 2), sliding_window=20, turning=3),
+        Case(head_size=64, lengths=(33, 2, 160, 0), ratio=5, q_len=4, queries=(4, 2, 1, 1), soft_cap=5.0, sinks=True),
     ],
     ids=str,
 )

@@ -15,6 +15,8 @@ CASES = [
     Case(0, 1, 6),
     Case(20, 100, 14),
     Case(16, 33, 18, 40, in_flight=2),
+    Case(100, 33, 14, sliding_window=50),
+    Case(2000, 2000, 30, 8),
 ]
 
 

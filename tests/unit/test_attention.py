@@ -31,6 +31,7 @@ def plain_attention(
     first: int,
     cap: float,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """query (n, query heads, D), key and value (tokens, KV heads, D) -> float64 (n, query heads, D)."""
     n, query_heads, head_size = query.shape
@@ -43,16 +44,19 @@ def plain_attention(
             logits = k @ query[i, h].double() * scale
             if cap:
                 logits = cap * torch.tanh(logits / cap)
-            output[i, h] = logits.softmax(0) @ v
+            weight = logits.exp()
+            total = weight.sum() + (0 if sinks is None else sinks[h].double().exp())
+            output[i, h] = weight / total @ v
     return output
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 @pytest.mark.parametrize("ratio", [1, 3, 16])
 @pytest.mark.parametrize(("stored", "fresh"), [(1, 0), (37, 0), (37, 5), (0, 5)])
 def test_softmax_over_stored_and_fresh_rows(
-    stored: int, fresh: int, ratio: int, cap: float, window: int | None
+    stored: int, fresh: int, ratio: int, cap: float, window: int | None, with_sinks: bool
 ) -> None:
     """A decode of one or several queries without fresh rows, a prefill with; in float32, so to 1e-4."""
     heads, head_size, n = 2, 64, fresh or min(stored, 3)
@@ -68,8 +72,9 @@ def test_softmax_over_stored_and_fresh_rows(
     first = stored if fresh else stored - n
     scale = 1 / math.sqrt(head_size)
     rows = StoredRows(key, value, torch.zeros(stored, heads, dtype=torch.bool))
-    attended = [attend(query, rows, k_transform, v_transform, scale, first, raw, cap, window)]
-    if not cap:
+    sinks = 3 * randn(heads * ratio) if with_sinks else None
+    attended = [attend(query, rows, k_transform, v_transform, scale, first, raw, cap, window, sinks)]
+    if not cap and sinks is None:
         attended.append(attend_fused(query, rows, k_transform, v_transform, scale, first, raw, window))
 
     restored = [
@@ -78,7 +83,7 @@ def test_softmax_over_stored_and_fresh_rows(
     ]
     if raw is not None:
         restored = [torch.cat([old, new.double()]) for old, new in zip(restored, raw, strict=True)]
-    wanted = plain_attention(query, restored[0], restored[1], scale, first, cap, window)
+    wanted = plain_attention(query, restored[0], restored[1], scale, first, cap, window, sinks)
     for got in attended:
         assert got.dtype == torch.float32 and got.shape == wanted.shape
         assert (got.double() - wanted).abs().max() < 1e-4 * wanted.abs().max()

@@ -1,18 +1,21 @@
 """An audit is silent over a sound pool (test_hot_pool.py) and names the rule that is broken in any other."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vllm_oscar.audit import check_copies, check_places, check_table
+from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.errors import PoolError
-from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
-from vllm_oscar.page_layout import KEY, VALUE, PageLayout, pack
-from vllm_oscar.quantizer import encode_ls
+from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.page_layout import KEY, VALUE, PageLayout, PageViews, unpack
+from vllm_oscar.quantizer import FP16_MAX, MAX_VALUE_SCALE, Metric, decode
+from vllm_oscar.rotation import Transform
 
 CPU = torch.device("cpu")
-P, BLOCKS, SLOTS = 16, 10, 4
+P, BLOCKS, SLOTS, SIZE = 16, 10, 4, 64
 
 
 @pytest.fixture
@@ -41,11 +44,13 @@ def table() -> SlotTable:
         ("block_of_slot", 2, 7, "a slot's block has that slot"),
         ("slot_of_block", BLOCKS, 1, "masked writes leave nothing"),
         ("block_of_slot", SLOTS, 7, "masked writes leave nothing"),
-        ("limits", 0, 19, "the sink limit is the contract's, or one block"),
+        ("limits", 0, 19, "the sink limit is the contract's, or whole blocks"),
+        ("limits", 0, 0, "the sink limit is the contract's, or whole blocks"),
         ("limits", 1, 51, "the window limit is the contract's, or 1 and whole blocks"),
         ("limits", 1, 32, "the window limit is the contract's, or 1 and whole blocks"),
+        ("limits", 1, 33, "no window shrinks before the sink"),
         ("last_step", 1, 2, "no slot was needed in a step to come"),
-        ("shrunk_steps", 0, 2, "no more steps shrank the window than there were"),
+        ("shrunk_steps", 0, 2, "no more steps shrank the limits than there were"),
         ("evictions", 0, SLOTS + 1, "no step evicts more than the pool holds"),
     ],
 )
@@ -56,7 +61,7 @@ def test_each_rule_of_the_table(table: SlotTable, name: str, index: int, value: 
 
 
 def test_limits_that_shrank_are_sound(table: SlotTable) -> None:
-    for sink, window in ((16, 1), (20, 33), (20, 50)):
+    for sink, window in ((16, 1), (16, 33), (16, 50), (20, 50)):
         table.limits.copy_(torch.tensor([sink, window]))
         check_table(table)
 
@@ -78,6 +83,28 @@ def test_each_rule_of_a_steps_new_tokens(table: SlotTable, page: int, copy: int,
         check_places(table, torch.tensor([*pages, page]), torch.tensor([*copies, copy]))
 
 
+def cache_layer(encoder: str, group_size: int = SIZE) -> CacheLayer:
+    """Keys and values as they are; keys' errors cost a hundred times as much in the first half of the channels."""
+    identity = Transform.rounded(torch.zeros(1, SIZE), torch.eye(SIZE)[None], torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    root = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=generator)).Q * torch.logspace(0, -3, SIZE)
+    metric = Metric.of((root @ root.mT)[None]) if encoder == "metric" else None
+    key = RowCodec(identity, encoder, group_size, 1.0375, 0.96, FP16_MAX, metric)
+    value = RowCodec(identity, "minmax" if encoder == "minmax" else "ls", group_size, 1.1, 0.92, MAX_VALUE_SCALE, None)
+    return CacheLayer(PageLayout(SIZE, P, group_size), key, value)
+
+
+def written(table: SlotTable, layer: CacheLayer, rows: torch.Tensor) -> tuple[HotPool, PageViews]:
+    """Pool and pages with keys and values (2, 2 P, 1, D) in blocks 7 and 3, every one with a copy."""
+    views = layer.layout.views(torch.zeros((BLOCKS, 1, layer.layout.head_bytes), dtype=torch.uint8))
+    pool = HotPool.allocate(layer.layout, SLOTS, 1, torch.bfloat16, CPU)
+    token = torch.arange(2 * P)
+    block = torch.tensor([7, 3])[token // P]
+    places = block * P + token % P, table.slot_of_block[block] * P + token % P
+    layer.write(views, pool, rows[0], rows[1], token, *places)
+    return pool, views
+
+
 def stale(pool: HotPool, which: int) -> None:
     pool.rows[1, 0, which, 9] = pool.rows[1, 0, which, 8]
 
@@ -91,21 +118,48 @@ def not_a_number(pool: HotPool, which: int) -> None:
 def test_a_proven_copy_is_of_the_row_in_the_page(
     table: SlotTable, damage: Callable[[HotPool, int], None], which: int, name: str
 ) -> None:
-    layout = PageLayout(64, P)
-    views = layout.views(torch.zeros((BLOCKS, 1, layout.head_bytes), dtype=torch.uint8))
-    pool = HotPool.allocate(layout, SLOTS, 1, torch.bfloat16, CPU)
-    rows = torch.randn((BLOCKS, 2, P, 1, 64), generator=torch.Generator().manual_seed(0))
-    for kind in (KEY, VALUE):
-        encoded = encode_ls(rows[:, kind].flatten(0, 1), 64)
-        views.codes[kind].copy_(pack(encoded.codes).view(BLOCKS, P, 1, -1).transpose(1, 2))
-        pair = torch.stack([encoded.scale, encoded.offset], -1).view(BLOCKS, P, 1, -1, 2)
-        views.meta[:, :, :, kind] = pair.transpose(1, 2)
-    blocks = [7, 3]
-    pool.rows[:2] = rows[blocks].permute(0, 3, 1, 2, 4).bfloat16()
-    pool.words[:2] = page_words(views.meta)[blocks]
-    check_copies(table, pool, views)
+    layer = cache_layer("ls")
+    pool, views = written(table, layer, torch.randn((2, 2 * P, 1, SIZE), generator=torch.Generator().manual_seed(0)))
+    check_copies(table, pool, views, layer)
     damage(pool, which)
     with pytest.raises(PoolError, match=f"a proven {name} is the page's"):
-        check_copies(table, pool, views)
+        check_copies(table, pool, views, layer)
     pool.words[1, 0, 9, 0] += 1  # then nobody reads it
-    check_copies(table, pool, views)
+    check_copies(table, pool, views, layer)
+
+
+def hard_rows() -> torch.Tensor:
+    """Keys and values (2, tokens, 1, D) of which INT2 keeps little: one channel that is all of the row, four that
+    cancel, a constant, nothing, what no row should have."""
+    rows = torch.randn((2, 2 * P, 1, SIZE), generator=torch.Generator().manual_seed(1))
+    rows[:, :12] *= torch.tensor([30.0] + [0.1] * (SIZE - 1))
+    rows[:, 12:16] = 0
+    rows[:, 12, :, 5] = 3
+    rows[:, 13, :, [5, 6, 37, 38]] = torch.tensor([3.0, -3.0, 3.0, -3.0])
+    rows[:, 14] = 2
+    rows[:, 16:20] *= 1e5
+    rows[:, 20, :, 7] = float("inf")
+    rows[:, 21] *= 1e-6
+    return rows
+
+
+@pytest.mark.parametrize("group_size", [SIZE, 32])
+@pytest.mark.parametrize(("encoder", "first"), [("ls", False), ("minmax", False), ("metric", False), ("metric", True)])
+def test_no_true_copy_is_called_wrong(table: SlotTable, encoder: str, group_size: int, first: bool) -> None:
+    """Whatever the row and the encoder; `first`: keys have the codes that a decode step of the kernels writes."""
+    layer = cache_layer(encoder, group_size)
+    codec = layer.key
+    if first:
+        layer = replace(layer, key=replace(codec, encoder="ls", gain=codec.first_gain))
+    pool, views = written(table, layer, hard_rows())
+    layer = replace(layer, key=codec)
+    page = decode(
+        unpack(views.codes[KEY][[7, 3]]), views.meta[[7, 3], :, :, KEY, :, 0], views.meta[[7, 3], :, :, KEY, :, 1]
+    )
+    copy = pool.rows[:2, :, KEY].float()
+    if encoder == "minmax" or (encoder == "metric" and not first):
+        assert ((page - copy).norm(dim=-1) > copy.norm(dim=-1)).any(), "a distance alone does not tell"
+    check_copies(table, pool, views, layer)
+    pool.rows[:2, :, :, :12] = pool.rows[:2, :, :, :12].roll(1, 3)
+    with pytest.raises(PoolError, match="a proven key is the page's"):
+        check_copies(table, pool, views, layer)

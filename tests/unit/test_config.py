@@ -39,6 +39,7 @@ def test_additional_config_wins_over_the_environment_option_by_option(monkeypatc
         ({"window": "256"}, "window"),
         ({"sink": -1}, "sink"),
         ({"sink": None}, "sink"),
+        ({"sink": 4001}, "sink"),
         ({"rotation": "none"}, "rotation"),
         ({"rotation": ["hadamard"]}, "rotation"),
         ({"key_encoder": "fast"}, "key_encoder"),

@@ -746,10 +746,9 @@ def test_doctor_counts_memory_by_the_sidecars_groups_and_goes_on_with_odd_option
     ("change", "says"),
     [
         ({"head_dim": 72}, "head size 72"),
-        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "attention sinks (gpt-oss)"),
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "models without attention"),
     ],
-    ids=["head size", "sinks", "no attention"],
+    ids=["head size", "no attention"],
 )
 def test_doctor_says_of_a_model_what_a_start_would_say(model_folder: Path, change: dict[str, Any], says: str) -> None:
     config = json.loads((model_folder / "config.json").read_text()) | change

@@ -30,55 +30,58 @@ def from_bits(uids: list[int], dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass
 class Request:
-    """A running request: its physical blocks, its tokens so far, and how many a step adds."""
+    """A running request: its physical blocks, its tokens so far, and how many a step adds; `gone`: its first blocks,
+    which a sliding window has left, and which are free again or another's."""
 
     blocks: list[int]
     tokens: int
     query: int = 0
+    gone: int = 0
 
     @property
     def after(self) -> int:
         return self.tokens + self.query
 
+    @property
+    def own(self) -> list[int]:
+        return self.blocks[self.gone :]
 
-def hot_tokens(contract: HotContract, request: Request, sink: int, window: int) -> set[int]:
-    """Tokens whose copies a step needs: history that it reads, new tokens that the next step may read."""
+
+def hot_blocks(request: Request, sink: int, window: int, sliding_window: int) -> set[int]:
+    """Blocks with tokens whose copies a step needs: history that it reads, what the next step may read. A sink's block
+    is needed from its first token on."""
     before, after = request.tokens, request.after
-    history = {j for j in range(before) if j < sink or j >= before + 1 - window}
-    return history | {j for j in range(before, after) if j < sink or j >= after + 1 - window}
-
-
-def needed_blocks(
-    contract: HotContract, requests: list[Request], threshold: int, level: int
-) -> tuple[set[int], tuple[int, int]]:
-    """Physical blocks that must have a slot at a level of shrinking, and the limits that hold there."""
-    top = contract.depth + 1
-    window = contract.window if level == top else min(contract.window, 1 + max(level - 1, 0) * P)
-    sink = contract.sink if level else min(contract.sink, P)
     blocks = set()
-    for request in requests:
-        if request.after == 0:
-            continue
-        logical = {(request.after - 1) // P}  # the tail
-        if contract.sink:
-            logical.add(0)
-        if request.query <= threshold:  # a decode writes into the pool
-            logical |= {j // P for j in range(request.tokens, request.after)}
-        if level:
-            logical |= {j // P for j in hot_tokens(contract, request, sink, window)}
-            logical |= {j // P for j in range(min(sink, request.after))}
-        blocks |= {request.blocks[b] for b in logical}
-    return blocks, (sink, window)
+    for tokens, c in ((range(before), before), (range(after), after)):
+        seen = {j // P for j in tokens if j >= c + 1 - sliding_window}
+        blocks |= {b for b in seen if b * P < sink}
+        blocks |= {j // P for j in tokens if j >= c + 1 - window and j // P in seen}
+    return blocks
+
+
+def limits_shrinking(contract: HotContract) -> list[tuple[int, int]]:
+    """(sink, window) from what is asked for to the least: sinks lose their last block, then windows their first."""
+    sinks = [contract.sink, *(b * P for b in range(contract.sink_blocks - 1, 0, -1))]
+    windows = [contract.window, *(1 + d * P for d in range(contract.depth - 1, -1, -1))]
+    return [(sink, contract.window) for sink in sinks] + [(sinks[-1], window) for window in windows[1:]]
 
 
 def expected_step(
-    contract: HotContract, requests: list[Request], threshold: int, num_slots: int
+    contract: HotContract, requests: list[Request], threshold: int, num_slots: int, sliding_window: int = 1 << 20
 ) -> tuple[set[int], tuple[int, int], bool]:
-    """Blocks, limits, and whether they are below what was asked for: the largest level that fits."""
-    for level in range(contract.depth + 1, -1, -1):
-        blocks, limits = needed_blocks(contract, requests, threshold, level)
+    """Physical blocks that must have a slot, limits, and whether they are below what was asked for: the largest that
+    fit."""
+    for sink, window in limits_shrinking(contract):
+        blocks = set()
+        for request in requests:
+            if request.after == 0:
+                continue
+            logical = {(request.after - 1) // P} | hot_blocks(request, sink, window, sliding_window)
+            if request.query <= threshold:  # a decode writes into the pool
+                logical |= {j // P for j in range(request.tokens, request.after)}
+            blocks |= {request.blocks[b] for b in logical}
         if len(blocks) <= num_slots:
-            return blocks, limits, level <= contract.depth
+            return blocks, (sink, window), (sink, window) != (contract.sink, contract.window)
     raise AssertionError("the floor does not fit: the schedule is wrong")
 
 
@@ -113,6 +116,7 @@ class World:
     max_requests: int
     num_blocks: int = 45
     in_flight: int = 1
+    sliding_window: int | None = None
     page: dict[tuple[int, int], int] = field(default_factory=dict)
     copies: dict[tuple[int, int], int] = field(default_factory=dict)
     running: list[Request] = field(default_factory=list)
@@ -125,7 +129,9 @@ class World:
         self.random = random.Random(self.seed)
         self.free = list(range(1, self.num_blocks))
         self.layout = PageLayout(64, P)
-        self.table = SlotTable.empty(self.contract, self.num_blocks, self.num_slots, CPU, self.in_flight)
+        self.table = SlotTable.empty(
+            self.contract, self.num_blocks, self.num_slots, CPU, self.in_flight, self.sliding_window
+        )
         pages = torch.full((self.num_blocks, HEADS, self.layout.head_bytes), 0x5A, dtype=torch.uint8)
         self.views = self.layout.views(pages)
         for which in (KEY, VALUE):
@@ -142,8 +148,11 @@ class World:
 
     def release(self, request: Request) -> None:
         self.running.remove(request)
-        used = {block for other in self.running for block in other.blocks}
-        self.free += [block for block in request.blocks if block not in used]
+        self.free_unused(request.own)
+
+    def free_unused(self, blocks: list[int]) -> None:
+        used = {block for other in self.running for block in other.own}
+        self.free += [block for block in blocks if block not in used]
 
     def schedule(self) -> None:
         """What the next step does."""
@@ -155,7 +164,7 @@ class World:
             blocks: list[int] = []
             if self.running and rng.random() < 0.6:
                 donor = rng.choice(self.running)
-                blocks = donor.blocks[: rng.randrange(donor.tokens // P + 1)]
+                blocks = [] if donor.gone else donor.blocks[: rng.randrange(donor.tokens // P + 1)]
                 self.happened["share"] += bool(blocks)
             self.running.append(Request(list(blocks), len(blocks) * P))
             self.happened["admit"] += 1
@@ -192,16 +201,16 @@ class World:
 
     def move_block(self, request: Request) -> None:
         """A block's page goes to another block, as when one is swapped out and in again; all who share it follow."""
-        if not request.blocks or not self.free:
+        if not request.own or not self.free:
             return
-        old, new = self.random.choice(request.blocks), self.free.pop(0)
+        old, new = self.random.choice(request.own), self.free.pop(0)
         self.views.meta[new] = self.views.meta[old]
         for offset in range(P):
             self.page.pop((new, offset), None)
             if (old, offset) in self.page:
                 self.page[new, offset] = self.page[old, offset]
         for other in self.running:
-            other.blocks = [new if block == old else block for block in other.blocks]
+            other.blocks[other.gone :] = [new if block == old else block for block in other.own]
         self.free.append(old)
         self.happened["swap"] += 1
 
@@ -247,12 +256,13 @@ class World:
         if not tokens:
             return
         blocks = torch.tensor(request.blocks[: -(-tokens // P)])
-        rows = read_rows(self.views, self.pool, self.table, blocks, tokens, request.tokens)
-        uids = [self.page[request.blocks[j // P], j % P] for j in range(tokens)]
+        rows = read_rows(self.views, self.pool, self.table, blocks, tokens, request.tokens, self.sliding_window)
+        first = max(0, request.tokens + 1 - (self.sliding_window or tokens + 1))
+        uids = [self.page[request.blocks[j // P], j % P] if j >= first else 0 for j in range(tokens)]
         slots = [int(self.table.slot_of_block[block]) for block in request.blocks]
         copied = [self.copies.get((slots[j // P], j % P)) == uid for j, uid in enumerate(uids)]
         assert not self.rejected & set(uids), "the next step writes over what was rejected"
-        named = [j < sink or j >= request.tokens + 1 - window for j in range(tokens)]
+        named = [j >= first and (j < sink or j >= request.tokens + 1 - window) for j in range(tokens)]
         hot = torch.tensor(copied) & torch.tensor(named)
         wanted = torch.where(hot, from_bits(uids, torch.bfloat16), from_bits(uids, torch.float16))
         assert torch.equal(rows.hot, hot[:, None].expand(-1, HEADS))
@@ -295,10 +305,18 @@ class World:
         self.rejected |= {self.page[request.blocks[j // P], j % P] for j in range(first, request.after)}
         self.happened["reject"] += first < request.after
         request.tokens, request.query = first, 0
+        if self.sliding_window:
+            was, request.gone = request.gone, max(0, first + 1 - self.sliding_window) // P
+            self.happened["gone"] += request.gone > was
+            self.free_unused(request.blocks[was : request.gone])
 
     def check_allocation(self, old: SlotTable, proven: torch.Tensor) -> None:
         needed, limits, shrunk = expected_step(
-            self.contract, self.running, self.threshold, self.num_slots // self.in_flight
+            self.contract,
+            self.running,
+            self.threshold,
+            self.num_slots // self.in_flight,
+            self.sliding_window or 1 << 20,
         )
         table = self.table
         assert tuple(table.limits.tolist()) == limits
@@ -321,32 +339,39 @@ class World:
 
 
 @pytest.mark.parametrize(
-    ("sink", "window", "num_slots", "threshold", "requests", "in_flight"),
+    ("sink", "window", "num_slots", "threshold", "requests", "in_flight", "sliding_window"),
     [
-        (16, 33, 30, 1, 4, 1),  # room for everything: no shrinking
-        (64, 64, 22, 1, 4, 1),  # evictions, and some shrinking
-        (20, 100, 12, 1, 4, 1),  # sinks and windows that end inside blocks
-        (0, 1, 9, 1, 4, 1),  # the smallest contract
-        (32, 48, 10, 4, 3, 1),  # speculative verification
-        (16, 40, 8, 1, 4, 1),  # exactly the floor
-        (16, 40, 17, 1, 4, 2),  # a pipeline's
+        (16, 33, 30, 1, 4, 1, None),  # room for everything: no shrinking
+        (64, 64, 22, 1, 4, 1, None),  # evictions, and some shrinking
+        (20, 100, 12, 1, 4, 1, None),  # sinks and windows that end inside blocks
+        (0, 1, 9, 1, 4, 1, None),  # the smallest contract
+        (32, 48, 10, 4, 3, 1, None),  # speculative verification
+        (16, 40, 8, 1, 4, 1, None),  # exactly the floor
+        (16, 40, 17, 1, 4, 2, None),  # a pipeline's
+        (40, 33, 13, 1, 4, 1, 50),  # blocks that a sliding window left are another's
+        (16, 40, 9, 1, 3, 1, 20),
     ],
     ids=str,
 )
 def test_random_schedules_agree_with_the_oracle(
-    sink: int, window: int, num_slots: int, threshold: int, requests: int, in_flight: int
+    sink: int, window: int, num_slots: int, threshold: int, requests: int, in_flight: int, sliding_window: int | None
 ) -> None:
     """10,000 operations in all, each step of them checked."""
     happened: Counter[str] = Counter()
     operations = {"admit", "chunk", "decode", "finish", "preempt", "share", "swap", "reorder", "overwrite"}
     seeds = itertools.count()
-    while sum(happened[name] for name in operations) < 10000 / 7:
-        world = World(next(seeds), HotContract(sink, window, P), num_slots, threshold, requests, in_flight=in_flight)
+    while sum(happened[name] for name in operations) < 10000 / 9:
+        contract = HotContract(sink, window, P)
+        world = World(
+            next(seeds), contract, num_slots, threshold, requests, in_flight=in_flight, sliding_window=sliding_window
+        )
         for _ in range(50):
             world.step()
         happened += world.happened
     expected = operations | {"hot", "int2", "evicted unproven"}
     expected |= {"shrunk"} if num_slots < 20 and window > 1 else set()
+    if sliding_window:  # there are always free blocks
+        expected = expected - {"preempt"} | {"gone"}
     expected |= {"reject", "rejected copy left"} if threshold > 1 else set()
     assert expected <= set(happened), happened
 
@@ -415,7 +440,7 @@ def test_limits_shrink_evenly_and_do_not_depend_on_what_the_pool_holds() -> None
     requests = [Request(list(range(1, 14)), 200, 1), Request(list(range(21, 34)), 200, 1)]
     # token 200 is the last: 201 tokens end 9 tokens into block 12; windows of 1, 17, 33, 49, 64 tokens from its end
     # reach blocks 12, 11..12, 10..12, 9..12, 8..12
-    expected = {4: (16, 1), 6: (20, 1), 8: (20, 17), 10: (20, 33), 12: (20, 49), 14: (20, 64), 20: (20, 64)}
+    expected = {4: (16, 1), 6: (16, 17), 8: (16, 33), 10: (16, 49), 12: (16, 64), 14: (20, 64), 20: (20, 64)}
     for num_slots, limits in expected.items():
         fresh, used = (SlotTable.empty(contract, 60, num_slots, CPU) for _ in range(2))
         for block in range(40, 40 + num_slots):
@@ -426,6 +451,25 @@ def test_limits_shrink_evenly_and_do_not_depend_on_what_the_pool_holds() -> None
             assert int(table.shrunk_steps) == (num_slots < 14)
         odd, _ = expected_step(contract, requests, 1, num_slots + 1)[1:]
         assert odd == limits, "one slot more is no use: what one request gets, all get"
+
+
+@pytest.mark.parametrize(("slots", "limits"), [(6, (64, 256)), (15, (640, 256)), (2, (64, 1)), (21, (1024, 256))])
+def test_far_sinks_never_take_the_window(slots: int, limits: tuple[int, int]) -> None:
+    """Blocks of 64: a window of 256 reaches five, sinks of 1,024 have sixteen."""
+    table = SlotTable.empty(HotContract(1024, 256, 64), 64, slots, CPU)
+    blocks = torch.arange(1, 64, dtype=torch.int32)[None]
+    lens, starts = torch.tensor([4000], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    table.allocate(blocks, lens, starts, 1, torch.ones(slots, dtype=torch.bool))
+    assert tuple(table.limits.tolist()) == limits
+
+
+def test_blocks_behind_a_sliding_window_need_no_slot() -> None:
+    """vLLM's workers go on listing them: the sinks here, behind 48 tokens."""
+    contract = HotContract(sink=P, window=17, block_size=P)
+    for sliding_window, wanted in ((None, {1, 4, 5, 6, 9, 10}), (48, {4, 5, 9, 10})):
+        table = SlotTable.empty(contract, 20, 6, CPU, sliding_window=sliding_window)
+        allocate(table, [Request([1, 2, 3, 4, 5], 68, 1), Request([6, 7, 8, 9, 10], 66, 1)])
+        assert set(holders(table)) - {-1} == wanted
 
 
 def test_batches_of_a_pipeline_keep_each_others_slots() -> None:
@@ -441,7 +485,7 @@ def test_batches_of_a_pipeline_keep_each_others_slots() -> None:
     for step in range(200):
         batch = batches[step % 2]
         allocate(table, batch)
-        needed[step % 2], _ = needed_blocks(contract, batch, 1, contract.depth + 1)
+        needed[step % 2] = expected_step(contract, batch, 1, 26)[0]
         ever |= needed[step % 2]
         assert needed[0] | needed[1] <= set(holders(table)), step
         for request in batch:

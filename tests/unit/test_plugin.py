@@ -241,7 +241,6 @@ def selector(**changes: Any) -> Any:
     [
         ({"use_mla": True}, "MLA", "--kv-cache-dtype fp8 or auto"),
         ({"use_sparse": True}, "sparse attention", "--kv-cache-dtype fp8 or auto"),
-        ({"has_sink": True}, "attention sinks", "--kv-cache-dtype fp8 or auto"),
         ({"use_mm_prefix": True}, "bidirectional attention", "--kv-cache-dtype fp8 or auto"),
         ({"use_non_causal": True}, "non-causal attention", "--kv-cache-dtype fp8 or auto"),
         ({"attn_type": "encoder_only"}, "encoder_only attention", "--kv-cache-dtype fp8 or auto"),

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from vllm_oscar.quantizer import (
-    FP16_MAX,
     MAX_VALUE_SCALE,
+    ROW_MAX,
     Encoded,
     Metric,
     decode,
@@ -357,7 +357,7 @@ def test_range_of_1e5_saturates_only_what_fp16_cannot_hold(encode: Callable[[tor
     y[2, 1] *= 2.0  # values beyond 65,504
     encoded = encode(y)
     assert int(encoded.saturated) == 1
-    bounded = y.clamp(-FP16_MAX, FP16_MAX)
+    bounded = y.clamp(-ROW_MAX, ROW_MAX)
     error = (decoded(encoded) - bounded).abs().amax(-1)
     size = torch.tensor([[1.0, 1.0], [1.2, 1.0], [1.0, 1.3]]) * 5e4
     # a code is a third of the range wide; a metric may trade that for less error elsewhere
@@ -399,9 +399,11 @@ def test_every_row_bad_counts_every_row(encode: Callable[[torch.Tensor], Encoded
 
 
 def test_sanitised() -> None:
-    y = torch.tensor([[math.nan, 1.0], [math.inf, -math.inf], [7e4, 2.0], [FP16_MAX, -FP16_MAX]])
+    y = torch.tensor([[math.nan, 1.0], [math.inf, -math.inf], [7e4, 2.0], [ROW_MAX, -ROW_MAX]])
     bounded, changed = sanitised(y)
-    assert bounded.tolist() == [[0.0, 1.0], [FP16_MAX, -FP16_MAX], [FP16_MAX, 2.0], [FP16_MAX, -FP16_MAX]]
+    assert bounded.tolist() == [[0.0, 1.0], [ROW_MAX, -ROW_MAX], [ROW_MAX, 2.0], [ROW_MAX, -ROW_MAX]]
+    for dtype in (torch.float16, torch.bfloat16):  # what a pool holds, and what a kernel makes of it
+        assert torch.equal(bounded.to(dtype).half().float(), bounded)
     assert changed.tolist() == [True, True, True, False]
 
 

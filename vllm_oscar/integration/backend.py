@@ -145,7 +145,6 @@ def refuse_unsupported(selected_backend: Any, selector: Any) -> None:
     refuse(selected_backend is not None, f"another attention backend ({selected_backend})", "leave it out")
     refuse(selector.use_mla, "MLA models")
     refuse(getattr(selector, "use_sparse", False), "sparse attention")
-    refuse(getattr(selector, "has_sink", False), "attention sinks (gpt-oss)")
     refuse(getattr(selector, "use_mm_prefix", False), "bidirectional attention over images")
     refuse(getattr(selector, "use_non_causal", False), "non-causal attention")
     refuse(selector.attn_type not in (None, AttentionType.DECODER), f"{selector.attn_type} attention")

@@ -146,10 +146,11 @@ class CpuImpl(OscarImpl):
         tokens = after if decodes else before
         blocks = step.block_table[request, : -(-tokens // self.layout.block_size)].long()
         _, read_rows = _pages()
-        stored = read_rows(views, self.pool, step.table, blocks, tokens, before)
+        stored = read_rows(views, self.pool, step.table, blocks, tokens, before, self.sliding_window)
         self.runtime.counters.reads += stored.reads(before, self.runtime.config.sink, self.sliding_window)
         transforms = self.cache_layer.key.transform, self.cache_layer.value.transform
         fresh = None if decodes else (key, value)
-        if self.soft_cap:
-            return attend(query, stored, *transforms, self.scale, before, fresh, self.soft_cap, self.sliding_window)
-        return attend_fused(query, stored, *transforms, self.scale, before, fresh, self.sliding_window)
+        given = (query, stored, *transforms, self.scale, before, fresh)
+        if self.soft_cap or self.sink_logits is not None:
+            return attend(*given, self.soft_cap, self.sliding_window, self.sink_logits)
+        return attend_fused(*given, self.sliding_window)

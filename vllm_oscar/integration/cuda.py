@@ -19,6 +19,7 @@ from vllm_oscar.integration import seams, warm_up
 from vllm_oscar.integration.flash import attention_for
 from vllm_oscar.integration.layer import OscarImpl
 from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.integration.sleep import lost_in_sleep
 from vllm_oscar.kernels import encode_metric, slots
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.history import Call, RestoreTables, plan
@@ -39,7 +40,9 @@ class CudaMetadata(AttentionMetadata):
 
     Attributes:
         num_tokens: new tokens, with the padding of a CUDA graph
-        num_decodes, num_decode_tokens, decode_len: decoding requests, their tokens, and the tokens of each
+        num_decodes, num_decode_tokens, decode_len: decoding requests, their tokens, and the tokens of each, or of the
+            longest
+        decode_starts: where each decoding request's tokens begin, see `decode_attention`, unless all have as many
         seq_lens: int32 (requests,), tokens after this step
         query_start_loc: int32 (requests + 1,)
         block_table: int32 (requests, blocks)
@@ -54,6 +57,7 @@ class CudaMetadata(AttentionMetadata):
     num_decodes: int
     num_decode_tokens: int
     decode_len: int
+    decode_starts: torch.Tensor | None
     seq_lens: torch.Tensor
     query_start_loc: torch.Tensor
     block_table: torch.Tensor
@@ -102,9 +106,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
     ) -> CudaMetadata:
         common, impl = common_attn_metadata, self.impl
         threshold = self.runtime.decode_threshold
-        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
-            common, decode_threshold=threshold, require_uniform=True
-        )
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(common, decode_threshold=threshold)
         pages = impl.pages(self.layers[0].kv_cache)
         table, scratch = self._table(pages)
         seq_lens, starts = common.seq_lens, common.query_start_loc
@@ -130,24 +132,28 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         self.runtime.audit(self.layer_names, table, slot_mapping, self.hot_slot_mapping[:num_tokens])
 
         starts_cpu = common.query_start_loc_cpu
-        decode_len = int(starts_cpu[1] - starts_cpu[0]) if num_decodes else 0
+        # zeros: requests that pad a CUDA graph
+        lengths = set(starts_cpu[: num_decodes + 1].diff().tolist()) - {0}
+        decode_len = max(lengths, default=0)
         segments: dict[int | None, Segments] = {}
-        calls: dict[int | None, Sequence[Call]] = {}
         for window, storage in self.segments.items():
             if num_decodes:
                 _, tiles = column_tiles(decode_len, impl.ratio)
                 segments[window] = storage.for_batch(num_decodes, impl.num_kv_heads * tiles)
                 build_segments(seq_lens[:num_decodes], decode_len, table.limits, window, segments[window])
-            if num_prefills:
-                lengths = self._prefill_lengths(common, num_decodes, threshold)
+        calls: dict[int | None, Sequence[Call]] = {}
+        if num_prefills:
+            after, starts_of = self._prefill_lengths(common, num_decodes, threshold), starts_cpu.tolist()
+            for window in self.segments:
                 capacity = impl.workspaces.prefill.capacity
-                calls[window] = plan(lengths, starts_cpu.tolist(), num_decodes, capacity, window, self.device)
+                calls[window] = plan(after, starts_of, num_decodes, capacity, window, self.device)
         self.runtime.watch()
         return CudaMetadata(
             num_tokens=num_tokens,
             num_decodes=num_decodes,
             num_decode_tokens=num_decode_tokens,
             decode_len=decode_len,
+            decode_starts=starts[: num_decodes + 1] if len(lengths) > 1 else None,
             seq_lens=seq_lens,
             query_start_loc=starts,
             block_table=common.block_table_tensor,
@@ -179,13 +185,13 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         """Tokens after this step, for the host.
 
         vLLM's numbers for the host are exact for prompts. For requests that verify drafts they may count drafts that
-        were rejected; where such a request runs among the prefills, because the batch's drafts differ in length, the
-        device is asked.
+        were rejected. Those decode, as vLLM puts short queries first; only where layers of another backend beside ours
+        want another order, and such a request comes behind a longer one, the device is asked.
         """
-        starts = common.query_start_loc_cpu
-        shortest = int((starts[first + 1 :] - starts[first:-1]).min())
-        exact = threshold > 1 and shortest <= threshold
-        return (common.seq_lens.cpu() if exact else common.seq_lens_cpu_upper_bound).tolist()
+        after = common.seq_lens_cpu_upper_bound
+        queries = common.query_start_loc_cpu.diff()
+        may_verify = (queries <= threshold) & (after > queries)
+        return (common.seq_lens.cpu() if threshold > 1 and may_verify[first:].any() else after).tolist()
 
 
 @dataclass(frozen=True)
@@ -237,7 +243,8 @@ class CudaImpl(OscarImpl):
         self.attention = attention_for(self.head_size)
         shape = (self.num_kv_heads, self.ratio, self.head_size)
         if shape not in self.runtime.workspaces:
-            self.runtime.workspaces[shape] = self._allocate(device, dtype)
+            with lost_in_sleep():
+                self.runtime.workspaces[shape] = self._allocate(device, dtype)
         self.workspaces: Workspaces = self.runtime.workspaces[shape]
 
     def _allocate(self, device: torch.device, dtype: torch.dtype) -> Workspaces:
@@ -295,6 +302,8 @@ class CudaImpl(OscarImpl):
                 output[asked],
                 reads=self.reads,
                 behind_write=self.owns_cache,
+                sink_logits=self.sink_logits,
+                query_starts=step.decode_starts,
             )
         if step.calls:
             prefill(
@@ -315,6 +324,7 @@ class CudaImpl(OscarImpl):
                 self.sliding_window,
                 self.attention,
                 self.reads,
+                self.sink_logits,
             )
 
     def _write(self, pages: torch.Tensor, step: CudaMetadata, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from vllm_oscar.hot_pool import HotPool
 from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.refusal import BF16, refuse
 from vllm_oscar.integration.runtime import OscarRuntime
+from vllm_oscar.integration.sleep import lost_in_sleep
 
 
 @contextmanager
@@ -50,17 +51,21 @@ class OscarImpl(AttentionImpl[Any]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
         **extra: Any,
     ) -> None:
         refuse(alibi_slopes is not None, "ALiBi", BF16)
         given = sorted(name for name, value in extra.items() if value is not None)
         refuse(given, str(given), BF16)
+        if sinks is not None and sinks.shape != (num_heads,):
+            refuse(True, f"attention sinks of shape {tuple(sinks.shape)}", BF16)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.sliding_window = sliding_window
         self.soft_cap = logits_soft_cap or 0.0
+        self.sink_logits = sinks  # the model's own parameter: weights come later, and may change
         self.kv_cache_dtype = kv_cache_dtype
         self.target_name = kv_sharing_target_layer_name
         self.vllm_config = get_current_vllm_config()
@@ -123,10 +128,11 @@ class OscarImpl(AttentionImpl[Any]):
                 "configuration; use --kv-cache-dtype auto"
             )
         self.cache_layer = CacheLayer.of(calibration, self.layout, self.runtime.dtype, self.runtime.config.key_encoder)
-        self.pool = HotPool.allocate(
-            self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
-        )
-        # buffers, so that vLLM brings them back after a deep sleep; the pool may be lost, its copies prove nothing then
+        with lost_in_sleep():  # its copies prove nothing then
+            self.pool = HotPool.allocate(
+                self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device
+            )
+        # buffers, so that vLLM brings them back after a deep sleep
         for counter, counts in vars(self.runtime.counters).items():
             module.register_buffer(f"oscar_{counter}", counts, persistent=False)
 

@@ -21,10 +21,11 @@ logger = logging.getLogger("vllm.oscar")
 GAUGES = {
     "pool_blocks": "BF16 blocks that a layer's pool has",
     "used_blocks": "of those, blocks in use (in the fullest of several KV-cache groups)",
+    "sink_tokens": "first tokens of a request that are kept in BF16 now; less than asked for when the pool is short",
     "window_tokens": "recent tokens of a request that are kept in BF16 now; less than asked for when the pool is short",
 }
 COUNTERS = {
-    "shrunk_steps": "steps in which the window was smaller than asked for",
+    "shrunk_steps": "steps in which the sink or the window was smaller than asked for",
     "evicted_blocks": "BF16 blocks given up for others",
     "saturated_rows": "key or value rows in which something was not representable",
     "int2_reads": "stored tokens read from INT2, over layers and KV heads",
@@ -56,10 +57,25 @@ class Publisher:
     def __init__(self, engine: int, worker: int) -> None:
         self._labels = {"engine": str(engine), "worker": str(worker)}
         self._published: dict[str, int] = {}
+        self._failed = False
         self._logged = (time.monotonic(), "")
 
     def publish(self, statistics: Mapping[str, int]) -> None:
-        """Set the metrics; log them when they changed, at vLLM's interval for statistics."""
+        """Set the metrics; log them when they changed, at vLLM's interval for statistics. Never raises: an engine does
+        not end for want of statistics."""
+        try:
+            self._set(statistics)
+        except (OSError, ValueError) as problem:  # the folder of shared values is gone, or full
+            if not self._failed:
+                logger.warning("OSCAR: metrics cannot be set, only this log has them: %r", problem)
+            self._failed = True
+        line = ", ".join(f"{name} {statistics[name]:,}" for name in (*GAUGES, *COUNTERS) if name in statistics)
+        now, (then, last) = time.monotonic(), self._logged
+        if line != last and now - then >= float(os.environ.get("VLLM_LOG_STATS_INTERVAL", 10)):
+            logger.info("OSCAR: %s", line)
+            self._logged = now, line
+
+    def _set(self, statistics: Mapping[str, int]) -> None:
         for name, collector in _collectors().items():
             if name not in statistics:
                 continue
@@ -69,10 +85,6 @@ class Publisher:
             if isinstance(metric, Gauge):
                 metric.set(value)
             else:
-                metric.inc(value - self._published.get(name, 0))
+                published = self._published.get(name, 0)
+                metric.inc(value - published if value >= published else value)  # fallen: it began anew
                 self._published[name] = value
-        line = ", ".join(f"{name} {statistics[name]:,}" for name in (*GAUGES, *COUNTERS) if name in statistics)
-        now, (then, last) = time.monotonic(), self._logged
-        if line != last and now - then >= float(os.environ.get("VLLM_LOG_STATS_INTERVAL", 10)):
-            logger.info("OSCAR: %s", line)
-            self._logged = now, line

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 
 BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
 
-# how configurations say that their attention has sinks: by the model's type, or by one of these fields
-_WITH_SINKS = ("gpt_oss", "openai_privacy_filter")
-_SINK_FIELDS = ("attention_sinks", "add_swa_attention_sink_bias", "swa_attention_sink_enabled")
-
 
 def refuse(condition: Any, what: str, instead: str = "use --kv-cache-dtype fp8 or auto") -> None:
     """Raise UnsupportedError if the condition holds.
@@ -148,10 +144,6 @@ def refuse_unsupported_model(model_config: "ModelConfig") -> None:
     refuse(kind != "decoder", f"{kind} attention", BF16)
     refuse(model_config.use_mla, "MLA models")
     refuse(model_config.uses_alibi, "ALiBi", BF16)
-    refuse(
-        text.model_type in _WITH_SINKS or any(getattr(text, field, False) for field in _SINK_FIELDS),
-        "attention sinks (gpt-oss)",
-    )
     refuse(model_config.is_mm_prefix_lm, "bidirectional attention over images")
     refuse(model_config.rswa_window is not None, "windows beside a reference (RSWA)", BF16)
     refuse(getattr(text, "attention_chunk_size", None), "attention in chunks (Llama 4)", BF16)

@@ -190,7 +190,10 @@ class OscarRuntime:
         name = layer_names[0]
         table = self._tables.get(name)
         if table is None or table.slot_of_block.shape[0] != num_blocks + 1:
-            table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device, self.in_flight)
+            layers = self.vllm_config.compilation_config.static_forward_context
+            widths: list[int | None] = [layers[layer].impl.sliding_window for layer in layer_names]
+            window = None if None in widths else max(width for width in widths if width)
+            table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device, self.in_flight, window)
             self._tables[name] = table
         return table
 
@@ -246,7 +249,7 @@ class OscarRuntime:
             layer = self.vllm_config.compilation_config.static_forward_context[name]
             impl: OscarImpl = layer.impl
             if impl.owns_cache:
-                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)))
+                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)), impl.cache_layer)
 
     def watch(self) -> None:
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
@@ -282,22 +285,23 @@ class OscarRuntime:
         return self._named(self._counts())
 
     def _counts(self) -> torch.Tensor:
-        """int64 (8,) on the device: what `_named` takes."""
+        """int64 (9,) on the device: what `_named` takes."""
         tables = list(self._tables.values())
         used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).amax()
-        window = torch.stack([table.limits[1] for table in tables]).amin()
+        limits = torch.stack([table.limits for table in tables]).amin(0).long()
         evicted = torch.cat([table.evictions for table in tables]).sum()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
         return torch.cat(
-            [torch.stack([used, window.long(), evicted, shrunk]), self.counters.saturated_rows, self.counters.reads]
+            [used[None], limits, torch.stack([evicted, shrunk]), self.counters.saturated_rows, self.counters.reads]
         )
 
     def _named(self, counts: torch.Tensor) -> dict[str, int]:
-        used, window, evicted, shrunk, saturated, bf16, int2, int2_sinks = counts.tolist()
+        used, sink, window, evicted, shrunk, saturated, bf16, int2, int2_sinks = counts.tolist()
         return {
             "pool_blocks": self.num_slots,
             "pool_bytes": self.pool_bytes,
             "used_blocks": used,
+            "sink_tokens": sink,
             "window_tokens": window,
             "evicted_blocks": evicted,
             "shrunk_steps": shrunk,
@@ -309,8 +313,8 @@ class OscarRuntime:
 
 
 _SHRUNK = (
-    "the running requests need more BF16 blocks than the OSCAR pool has: the window was shrunk, evenly, in %d steps; "
-    "raise pool_share in the oscar options, or lower --max-num-seqs"
+    "the running requests need more BF16 blocks than the OSCAR pool has: sinks or windows were shrunk, evenly, in %d "
+    "steps; raise pool_share in the oscar options, or lower --max-num-seqs"
 )
 _SATURATED = (
     "%d key or value rows held NaN, infinity or a range that fp16 scales cannot represent, and were saturated; "

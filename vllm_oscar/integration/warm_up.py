@@ -47,11 +47,11 @@ def batches(builder: "CudaMetadataBuilder") -> Iterator[tuple[list[int], int]]:
     most = config.scheduler_config.max_num_batched_tokens
     seen = set()
     for q_len in range(1, min(threshold, most) + 1):
-        for seqs in range(1, min(config.scheduler_config.max_num_seqs, most // q_len) + 1):
+        for seqs in range(1, min(config.scheduler_config.max_num_seqs, most - q_len + 1) + 1):
             variant = compiled_for(seqs, q_len, impl.num_kv_heads, impl.ratio, impl.head_size, builder.device)
             if (q_len, variant) not in seen:
                 seen.add((q_len, variant))
-                yield [q_len] * seqs, 0
+                yield ([q_len] * seqs if q_len * seqs <= most else [q_len] + [1] * (seqs - 1)), 0
     longest = config.model_config.max_model_len
     for query in sorted({min(threshold + 1, most), min(threshold + 128, most)}):
         # without history, with some, and with more than one call restores

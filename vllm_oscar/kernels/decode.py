@@ -26,15 +26,25 @@ from vllm_oscar.kernels import merge as merging
 from vllm_oscar.kernels import prepare as preparing
 from vllm_oscar.kernels.dependent import release, supported
 from vllm_oscar.kernels.merge import merge_segments
-from vllm_oscar.kernels.prepare import copies_capacity, prepare, sink_capacity, window_origin
+from vllm_oscar.kernels.prepare import (
+    copies_capacity,
+    given_starts,
+    prepare,
+    queries_of,
+    sink_capacity,
+    window_origin,
+)
+from vllm_oscar.kernels.product import scaled
 from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.kernels.segments import FIELDS, Segments, granule, segments_of, tile_tokens
 from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
 from vllm_oscar.kernels.unpack import POSITIONS, offset_of, scale_of, unpack
 from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.quantizer import FP16_MAX
 from vllm_oscar.rotation import Transform
 
 _NEVER: tl.constexpr = tl.constexpr(1 << 30)  # position of a token that no query sees
+_FP16_MAX: tl.constexpr = tl.constexpr(FP16_MAX)
 _HIDDEN: tl.constexpr = tl.constexpr(-1e6)  # its logit, in units of log 2
 _STAGES = 5  # of the plain loop: the block-table load takes two of them
 _COPY_STAGES = 3
@@ -256,16 +266,16 @@ def _slot(copies, token, origin, end, SINKS: tl.constexpr):
     return tl.load(copies + entry, mask=(token < end) & ((token < SINKS) | (token >= origin)), other=-1)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["ragged", "table_stride"])
 def _decode(
-    folded, sums_ptr, step, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial, lse, cap,
-    page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
+    folded, sums_ptr, starts, ragged, step, copies, pages16, pages32, rows, block_table, seq_lens, segments, partial,
+    lse, cap, page_block_stride, page_head_stride, rows_slot_stride, rows_head_stride, table_stride,
     N: tl.constexpr, TILES: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr,
     D: tl.constexpr, U: tl.constexpr, UP: tl.constexpr, PARITIES: tl.constexpr, GROUPS: tl.constexpr,
     P: tl.constexpr, VALUE: tl.constexpr, META: tl.constexpr, SLIDING_WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WINDOW: tl.constexpr, CAPACITY: tl.constexpr,
     T: tl.constexpr, G: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, COPY_STAGES: tl.constexpr,
-    DEPTH: tl.constexpr, RELEASES: tl.constexpr,
+    DEPTH: tl.constexpr, SINK_LOGITS: tl.constexpr, RELEASES: tl.constexpr,
 ):  # fmt: skip
     """Strides of pages are in int32 words. VALUE, META: byte offsets in a page."""
     place = tl.program_id(0)
@@ -274,6 +284,9 @@ def _decode(
     entry = segments + segment * COLUMNS
     seq = tl.load(entry)
     if seq < 0:
+        return
+    queries = queries_of(starts, ragged, seq, seq >= 0, Q_LEN)[1]
+    if (place % TILES) * N >= queries * RATIO:
         return
     lo = tl.load(entry + 1)
     fast_lo = tl.load(entry + 2)
@@ -314,7 +327,7 @@ def _decode(
         cos, sin = cos_sin(steps, (c // N)[None, :])  # the second parity is one token ahead
         turning = (a * cos + b * sin, b * cos - a * sin)
     # the last token that a column's query sees
-    last = length - Q_LEN + ((place % TILES) * N + c % N) // RATIO
+    last = length - queries + ((place % TILES) * N + c % N) // RATIO
 
     m = tl.zeros([C], tl.float32) + (_HIDDEN if CAPPED else _HIDDEN / factor)
     total = tl.zeros([8, C], tl.float32)
@@ -341,7 +354,11 @@ def _decode(
         )  # fmt: skip
 
     release(RELEASES)
-    # the rest: first what has no copy, which is little or nothing
+    # the rest: first what has no copy, which is little or nothing. What lies before the window of every query is not
+    # looked at: its blocks may be gone, with anything in their place
+    first_seen = 0
+    if SLIDING_WINDOW:
+        first_seen = length - Q_LEN + 1 - SLIDING_WINDOW
     copies += (seq * (tl.num_programs(0) // TILES) + place // TILES) * CAPACITY
     origin = window_origin(length, Q_LEN, WINDOW, T)
     before = tl.cdiv(fast_lo - lo, T)
@@ -352,7 +369,7 @@ def _decode(
         most = 0
         for parity in tl.static_range(PARITIES):
             token = t0 + r + parity
-            cold = (token < end) & (_slot(copies, token, origin, end, SINKS) < 0)
+            cold = (token >= first_seen) & (token < end) & (_slot(copies, token, origin, end, SINKS) < 0)
             position = position + (tl.where(cold, token, _NEVER),)
             most += tl.sum(cold.to(tl.int32), 0)
         if most > 0:
@@ -415,23 +432,29 @@ def _decode(
             y = tl.sum(tl.sum(tl.reshape(y, (2, U, 2, N)), 2), 0)
             offset = tl.sum(tl.reshape(offset * share, (2, N)), 0)
         y = (y + offset[None, :]) * share_n[None, :]
+        y = tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX)  # INT2 of a row at the bound may lie beyond it
         v = tl.arange(0, UP // PARITIES)
         tl.store(
             partial + row[None, :] * D + (j * U + v)[:, None], y.to(tl.float16), mask=(v < U)[:, None] & used[None, :]
         )
-    tl.store(lse + row, top + tl.log2(sum_n) - 8.0)
+    log = top + tl.log2(sum_n) - 8.0
+    if SINK_LOGITS and not CAPPED:  # what is common to all tokens' logits, and not to the one beside them
+        log += tl.load(own + 1 + GROUPS * N + n)
+    tl.store(lse + row, log)
 
 
 @dataclass(frozen=True)
 class DecodeTables:
     """A layer's matrices as the decode kernels read them, made once at load.
 
-    fp16 has more bits than the queries and outputs that the matrices are multiplied with.
+    fp16 has more bits than the queries and outputs that the matrices are multiplied with. What it cannot hold of a
+    small B_K is nothing to a logit; values may be small as a whole, so B_V has a unit.
 
     Attributes:
         key_inverse: B_K, float16 (KV heads, D, D)
         key_mean: m_K, float32 (KV heads, D)
-        value_inverse_t: B_V transposed, float16 (KV heads, D, D)
+        value_inverse_t: B_V transposed, in units of `value_unit`, float16 (KV heads, D, D)
+        value_unit: float32 (KV heads,), powers of two
         value_mean: m_V, float32 (KV heads, D)
         step, vectors: of the keys' turning mean (see `turning`), if there is one
     """
@@ -439,6 +462,7 @@ class DecodeTables:
     key_inverse: torch.Tensor
     key_mean: torch.Tensor
     value_inverse_t: torch.Tensor
+    value_unit: torch.Tensor
     value_mean: torch.Tensor
     step: torch.Tensor | None = None
     vectors: torch.Tensor | None = None
@@ -448,14 +472,14 @@ class DecodeTables:
         """Tables for a layer's transforms.
 
         Raises:
-            ConfigError: rows so large that fp16 does not have them.
+            ConfigError: keys so large that fp16 does not have them.
         """
         tables = cls(
-            key.inverse.half().contiguous(), key.mean.contiguous(), value.inverse.mT.half().contiguous(),
+            key.inverse.half().contiguous(), key.mean.contiguous(), *scaled(value.inverse.mT, torch.float16),
             value.mean.contiguous(), *wave_tables(key.turning),
         )  # fmt: skip
-        if not (tables.key_inverse.isfinite().all() and tables.value_inverse_t.isfinite().all()):
-            raise ConfigError("a transform's inverse is too large for fp16; calibrate again")
+        if not tables.key_inverse.isfinite().all():
+            raise ConfigError("the inverse of a transform of keys is too large for fp16; calibrate again")
         return tables
 
 
@@ -558,23 +582,28 @@ def decode_attention(
     out: torch.Tensor,
     reads: ReadCounter | None = None,
     behind_write: bool = False,
+    sink_logits: torch.Tensor | None = None,
+    query_starts: torch.Tensor | None = None,
 ) -> None:
     """Attention of a decode batch, every token of it stored; the same semantics as `attention.attend`.
 
     Three launches, no allocation, no sync. What changes from step to step is read from device tensors only.
 
     Args:
-        query: BF16 or FP16 (sequences * q_len, query heads, D), after RoPE
+        query: BF16 or FP16 (tokens, query heads, D), after RoPE
         pages: uint8 (blocks, KV heads, >= head_bytes), any block and head stride that is a multiple of 128
         block_table: int32 (sequences, >= blocks of the longest)
-        seq_lens: int32 (sequences,), tokens after this step; 0 for padding, whose output is then m_V
-        q_len: queries of each sequence; query i sees its own token and everything before
+        seq_lens: int32 (sequences,), tokens after this step; 0 for padding, whose output is then m_V, or 0 with
+            sink_logits
+        q_len: queries of each sequence, or the most that one has; query i sees its own token and everything before
         segments: built by `build_segments` for this step, these sequences, q_len and sliding window
         scale: softmax scale
         soft_cap: 0 for none
         out: like query
         reads: where the layer counts
         behind_write: see `prepare`
+        sink_logits: any float dtype (query heads,), contiguous, see `attention.attend`
+        query_starts: int32 (sequences + 1,), where each sequence's queries begin; None where all have q_len
     """
     heads, ratio = pages.shape[1], query.shape[1] // pages.shape[1]
     n, tiles = column_tiles(q_len, ratio)
@@ -583,15 +612,17 @@ def decode_attention(
         raise ConfigError(f"the decode workspace was allocated for a smaller contract than {table.contract}")
     words = pages[..., : layout.head_bytes].view(torch.int32)
     prepare(
-        query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles), soft_cap > 0, words,
-        layout, pool, table, block_table, seq_lens, workspace.folded, workspace.sums, workspace.copies,
-        sliding_window, reads, behind_write,
+        query, tables.key_inverse, tables.key_mean, tables.vectors, scale, q_len, (n, tiles),
+        soft_cap > 0 or sink_logits is not None, words, layout, pool, table, block_table, seq_lens, workspace.folded,
+        workspace.sums, workspace.copies, query_starts, sliding_window, reads, behind_write,
     )  # fmt: skip
     parities = 2 if layout.head_size == 64 else 1
+    starts = given_starts(query_starts, seq_lens)
     _decode[(heads * tiles, segments.table.shape[0])](
-        workspace.folded, workspace.sums, tables.step, workspace.copies, words.view(torch.int16), words, pool.rows,
-        block_table, seq_lens, segments.table, workspace.partial, workspace.lse, soft_cap * 1.4426950408889634,
-        words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1), block_table.stride(0),
+        workspace.folded, workspace.sums, *starts, tables.step, workspace.copies, words.view(torch.int16), words,
+        pool.rows, block_table, seq_lens, segments.table, workspace.partial, workspace.lse,
+        soft_cap * 1.4426950408889634, words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1),
+        block_table.stride(0),
         N=n, TILES=tiles, RATIO=ratio, Q_LEN=q_len,
         D=layout.head_size, U=layout.units, UP=triton.next_power_of_2(parities * layout.units), PARITIES=parities,
         GROUPS=layout.groups, P=layout.block_size, VALUE=layout.value_codes_offset, META=layout.meta_offset,
@@ -599,8 +630,9 @@ def decode_attention(
         SINKS=sink_capacity(table.contract, layout), WINDOW=table.contract.window, CAPACITY=capacity,
         T=tile_tokens(layout.head_size), G=granule(layout.head_size), COLUMNS=FIELDS.value,
         STAGES=_STAGES, COPY_STAGES=_COPY_STAGES, DEPTH=depth(tables.step is not None),
-        RELEASES=supported(query.device), num_warps=1,
+        SINK_LOGITS=sink_logits is not None, RELEASES=supported(query.device), num_warps=1,
     )  # fmt: skip
     merge_segments(
-        workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_mean, q_len, (n, tiles), out
-    )
+        workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_unit, tables.value_mean, q_len,
+        (n, tiles), out, *starts, sink_logits,
+    )  # fmt: skip

@@ -8,9 +8,10 @@ j * UNITS + u, which the page keeps at bits 2j of unit u. Padding is zero in row
 import triton
 import triton.language as tl
 
-from vllm_oscar.quantizer import FP16_MAX, LS_REFITS, STEP_OVER_STD
+from vllm_oscar.quantizer import FP16_MAX, LS_REFITS, ROW_MAX, STEP_OVER_STD
 
 _FP16_MAX = tl.constexpr(FP16_MAX)
+_ROW_MAX = tl.constexpr(ROW_MAX)
 _STEP_OVER_STD = tl.constexpr(STEP_OVER_STD)
 _LS_REFITS = tl.constexpr(LS_REFITS)
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds half to even
@@ -27,9 +28,9 @@ def channels(D: tl.constexpr, UNITS_PAD: tl.constexpr):
 
 @triton.jit
 def sanitised(y):
-    """Rows with NaN as 0 and magnitudes bounded by what fp16 holds."""
+    """Rows with NaN as 0 and magnitudes bounded by ROW_MAX."""
     y = tl.where(y == y, y, 0.0)
-    return tl.minimum(tl.maximum(y, -_FP16_MAX), _FP16_MAX)
+    return tl.minimum(tl.maximum(y, -_ROW_MAX), _ROW_MAX)
 
 
 @triton.jit

@@ -8,8 +8,10 @@ costs a token once a step and KV head; attention costs it once for each of thous
 `plan` cuts a step into calls whose keys fit the workspace, on the host, once for all layers.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,7 +27,7 @@ from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.rotation import Transform
 
 _TILE = tl.constexpr(64)  # tokens of a program
-_FIELDS = tl.constexpr(6)
+_FIELDS = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class Call:
         continues: whether an earlier call has the queries' attention to older keys
         query_starts, key_starts: int32 (requests + 1,), from first_query and from the workspace's first row
         shifts: int32 (requests,); query i sees keys j <= i + shift (and j > i + shift - sliding window)
-        tiles: int32 (tiles, 6) for `restore`: row in the workspace, request, its first position, tokens,
-            tokens before the step, first token in the step's keys
+        tiles: int32 (tiles, 8) for `restore`: row in the workspace, request, its first position, tokens,
+            tokens before the step, first token in the step's keys; twice nothing, for alignment
     """
 
     first_query: int
@@ -56,14 +58,14 @@ class Call:
     tiles: torch.Tensor
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     request: int
     query_start: int
     query: int
     before: int
     low: int  # positions [low, high) of the keys
     high: int
+    continues: bool
 
 
 def plan(
@@ -74,7 +76,7 @@ def plan(
     sliding_window: int | None,
     device: torch.device,
 ) -> list[Call]:
-    """The calls of a step's prefills.
+    """The calls of a step's prefills, brought to the device in one copy.
 
     Args:
         seq_lens: tokens after the step of every request
@@ -82,14 +84,8 @@ def plan(
         first: the first request that prefills; all behind it do
         capacity: rows of the workspace, at least the longest query
     """
-    calls: list[Call] = []
-    pieces: list[_Piece] = []
-
-    def flush(continues: bool = False) -> None:
-        if pieces:
-            calls.append(_call(pieces, continues, device))
-            pieces.clear()
-
+    calls: list[list[_Piece]] = []
+    room = 0  # rows that the last call leaves
     for request in range(first, len(seq_lens)):
         start, end = query_start_loc[request : request + 2]
         after, query = seq_lens[request], end - start
@@ -97,50 +93,70 @@ def plan(
             continue
         before = after - query
         low = 0 if sliding_window is None else max(0, before + 1 - sliding_window)
-        if sum(p.high - p.low for p in pieces) + after - low > capacity:
-            flush()
-        continues = False
-        while after - low > capacity:  # older keys in calls of their own
-            high = min(low + capacity, before)
-            pieces.append(_Piece(request, start, query, before, low, high))
-            flush(continues)
-            low, continues = high, True
-        pieces.append(_Piece(request, start, query, before, low, after))
-        if continues:
-            flush(continues)
-    flush()
-    return calls
+        cuts = [low]
+        while after - cuts[-1] > capacity:  # older keys in calls of their own
+            cuts.append(min(cuts[-1] + capacity, before))
+        pieces = [
+            _Piece(request, start, query, before, *keys, keys[0] > low) for keys in itertools.pairwise([*cuts, after])
+        ]
+        if after - low <= room:
+            calls[-1] += pieces
+            room -= after - low
+        else:
+            calls += [[piece] for piece in pieces]
+            room = capacity - (after - low)  # none behind a request of several calls
+    return _on_device(calls, device) if calls else []
 
 
-def _call(pieces: list[_Piece], continues: bool, device: torch.device) -> Call:
-    query_starts, key_starts, tiles = [0], [0], []
-    for p in pieces:
-        for position in range(p.low, p.high, _TILE.value):
-            row = key_starts[-1] + position - p.low
-            tiles.append((row, p.request, position, min(_TILE.value, p.high - position), p.before, p.query_start))
-        query_starts.append(query_starts[-1] + p.query)
-        key_starts.append(key_starts[-1] + p.high - p.low)
-    shifts = [p.before - p.low for p in pieces]
-    parts = [query_starts, key_starts, shifts, [n for tile in tiles for n in tile]]
-    sizes = [len(part) for part in parts]
-    for part in parts:  # kernels are compiled anew for pointers that are not multiples of 16 bytes
-        part.extend([0] * (-len(part) % 4))
-    numbers = torch.tensor([n for part in parts for n in part], dtype=torch.int32)
+def _on_device(calls: Sequence[Sequence[_Piece]], device: torch.device) -> list[Call]:
+    tables: list[list[int]] = []
+    for pieces in calls:
+        tables.append(list(itertools.accumulate((p.query for p in pieces), initial=0)))
+        tables.append(list(itertools.accumulate((p.high - p.low for p in pieces), initial=0)))
+        tables.append([p.before - p.low for p in pieces])
+    # kernels are compiled anew for pointers that are not multiples of 16 bytes
+    padded = [table + [0] * (-len(table) % 4) for table in tables]
+    tiles, tiles_of_calls = _tiles(calls, tables[1::3])
+    numbers = torch.cat([torch.tensor(list(itertools.chain(*padded)), dtype=torch.int32), tiles.flatten()])
     if device.type == "cuda":
         numbers = numbers.pin_memory().to(device, non_blocking=True)
-    on_device = [part[:size] for part, size in zip(numbers.split([len(p) for p in parts]), sizes, strict=True)]
-    return Call(
-        first_query=pieces[0].query_start,
-        last_query=pieces[-1].query_start + pieces[-1].query,
-        max_query=max(p.query for p in pieces),
-        max_key=max(p.high - p.low for p in pieces),
-        aligned=pieces[0].high > pieces[0].before,
-        continues=continues,
-        query_starts=on_device[0],
-        key_starts=on_device[1],
-        shifts=on_device[2],
-        tiles=on_device[3].view(-1, _FIELDS.value),
-    )
+    *parts, tiles = numbers.split([*(len(table) for table in padded), tiles.numel()])
+    return [
+        Call(
+            first_query=pieces[0].query_start,
+            last_query=pieces[-1].query_start + pieces[-1].query,
+            max_query=max(p.query for p in pieces),
+            max_key=max(p.high - p.low for p in pieces),
+            aligned=pieces[0].high > pieces[0].before,
+            continues=pieces[0].continues,
+            query_starts=parts[3 * index][: len(pieces) + 1],
+            key_starts=parts[3 * index + 1][: len(pieces) + 1],
+            shifts=parts[3 * index + 2][: len(pieces)],
+            tiles=own,
+        )
+        for index, (pieces, own) in enumerate(
+            zip(calls, tiles.view(-1, _FIELDS.value).split(tiles_of_calls), strict=True)
+        )
+    ]
+
+
+def _tiles(calls: Sequence[Sequence[_Piece]], key_starts: Sequence[list[int]]) -> tuple[torch.Tensor, list[int]]:
+    """`Call.tiles` of all calls, int32 (tiles, 8), and how many each has: of a long history, ten thousands."""
+    rows = [
+        (row, p.request, p.low, p.high, p.before, p.query_start, 0, 0)
+        for pieces, starts in zip(calls, key_starts, strict=True)
+        for p, row in zip(pieces, starts, strict=False)
+    ]
+    counts = [-(-(row[3] - row[2]) // _TILE.value) for row in rows]
+    first = torch.tensor(list(itertools.accumulate(counts, initial=0)), dtype=torch.int32)
+    of_piece = torch.repeat_interleave(torch.tensor(counts))
+    tiles = torch.tensor(rows, dtype=torch.int32)[of_piece]
+    ahead = _TILE.value * (torch.arange(len(tiles), dtype=torch.int32) - first[of_piece])
+    tiles[:, 0] += ahead
+    tiles[:, 2] += ahead
+    tiles[:, 3] = (tiles[:, 3] - tiles[:, 2]).clamp_(max=_TILE.value)
+    counts_left = iter(counts)
+    return tiles, [sum(itertools.islice(counts_left, len(pieces))) for pieces in calls]
 
 
 @dataclass(frozen=True)
@@ -171,7 +187,7 @@ def _restore(
     table_stride, out_which, out_token, out_head,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
     META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, LAYERS: tl.constexpr,
-    SINK: tl.constexpr,
+    SINK: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """grid (tiles, heads, 2): keys or values of up to _TILE tokens of one head."""
     h = tl.program_id(1)
@@ -224,7 +240,8 @@ def _restore(
         )  # fmt: skip
     copy = rows + slot * row_slot + h * row_head + (which * P + offset) * D
     kept = tl.load(copy[:, None] + d[None, :], mask=hot[:, None] & real[None, :], other=0.0).to(tl.float32)
-    y = tl.where(real[None, :], tl.where(hot[:, None], kept, y), 0.0).to(out.dtype.element_ty)
+    # INT2 of a row at the bound may lie beyond it, which FP16 does not hold
+    y = sanitised(tl.where(real[None, :], tl.where(hot[:, None], kept, y), 0.0)).to(out.dtype.element_ty)
 
     raw = key + h * key_head
     raw_token = key_token
@@ -239,10 +256,15 @@ def _restore(
     for start in tl.static_range(0, D, N):
         column = start + tl.arange(0, N)
         b = tl.load(inverse + head * (D * D) + d[:, None] * D + column[None, :], mask=real[:, None], other=0.0)
-        x = product(y, b, tl.zeros([_TILE, N], tl.float32)) + tl.load(mean + head * D + column)[None, :]
+        x = product(y, b, tl.zeros([_TILE, N], tl.float32))
+        m = tl.load(mean + head * D + column)[None, :]
+        if which == 1 or not CENTRED:
+            x += m
         if DEPTH and which == 0:
             x = add_waves(x, wave, load_vectors(vectors, h, column, heads, D, DEPTH))
         own = tl.load(raw + column[None, :], mask=fresh[:, None], other=0.0)
+        if which == 0 and CENTRED:
+            own = (own.to(tl.float32) - m).to(out.dtype.element_ty)
         x = tl.where(fresh[:, None], own, sanitised(x).to(out.dtype.element_ty))
         tl.store(to + column[None, :], x, mask=(i < count)[:, None])
 
@@ -259,6 +281,7 @@ def restore(
     tables: RestoreTables,
     out: torch.Tensor,
     reads: ReadCounter | None = None,
+    centred: bool = False,
 ) -> None:
     """Fill the workspace for a call.
 
@@ -268,6 +291,8 @@ def restore(
         block_table: int32 (requests, blocks), the whole batch's
         out: run dtype (2, capacity, heads, D), keys and values
         reads: where the layer counts
+        centred: keys are given without m, which adds the same to all logits of a query. Where m is hundreds of times
+            larger than what keys differ by, as with the biases of Qwen2, rounding k to BF16 loses as much as INT2 does
     """
     heads, size = key.shape[1:]
     rows, words = pool.rows, pool.words
@@ -281,5 +306,6 @@ def restore(
         D=size, D_PAD=triton.next_power_of_2(size), P=layout.block_size, GROUPS=layout.groups,
         VALUE_CODES=layout.value_codes_offset, META=layout.meta_offset, META_BYTES=layout.meta_bytes,
         DEPTH=depth(tables.step is not None), N=dot_depth(size),
-        LAYERS=reads.layers if reads else 0, SINK=table.contract.sink, num_warps=4 if size <= 128 else 8,
+        LAYERS=reads.layers if reads else 0, SINK=table.contract.sink, CENTRED=centred,
+        num_warps=4 if size <= 128 else 8,
     )  # fmt: skip

@@ -2,7 +2,8 @@
 """Attention of prefilling requests: restored history and the step's own tokens, in calls of bounded size.
 
 Each call restores some keys and values (see history) and runs attention over them, FlashAttention where the caller
-has it and the Triton kernel here where not. A request whose keys do not fit one call is merged by log-sum-exp.
+has it and the Triton kernel here where not. A request whose keys do not fit one call is merged by log-sum-exp, and so
+is a head's sink logit (see `attention`), with the first of a request's calls.
 """
 
 from collections.abc import Sequence
@@ -170,6 +171,19 @@ def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: to
     )  # fmt: skip
 
 
+def add_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> None:
+    """One more logit in each head's softmax, whose value is zero, in place.
+
+    Args:
+        out: (tokens, heads, D)
+        lse: float32 (heads, tokens)
+        sink_logits: (heads,)
+    """
+    sinks = sink_logits.float()[:, None]
+    out.mul_((lse - sinks).sigmoid_().t()[..., None])
+    torch.logaddexp(lse, sinks, out=lse)
+
+
 class Attention(Protocol):
     """What `prefill` runs in each call; `attention` above is one. For other libraries see Call.aligned."""
 
@@ -242,6 +256,7 @@ def prefill(
     sliding_window: int | None = None,
     run: Attention = attention,
     reads: ReadCounter | None = None,
+    sink_logits: torch.Tensor | None = None,
 ) -> None:
     """Attention of a step's prefilling requests.
 
@@ -250,9 +265,11 @@ def prefill(
         calls: see history.plan
         out: (tokens, query heads, D); the rows of the calls' queries are written
         reads: where the layer counts
+        sink_logits: (query heads,), see `attention.attend`
     """
+    centred = not soft_cap and sink_logits is None  # these need the whole logit
     for call in calls:
-        restore(call, key, value, pages, layout, pool, table, block_table, tables, workspace.restored, reads)
+        restore(call, key, value, pages, layout, pool, table, block_table, tables, workspace.restored, reads, centred)
         asked = slice(call.first_query, call.last_query)
         count = call.last_query - call.first_query
         keys, values = workspace.restored
@@ -263,3 +280,5 @@ def prefill(
             merge(mine, lse, more, more_lse)
         else:
             run(query[asked], keys, values, call, mine, lse, scale, soft_cap, sliding_window)
+            if sink_logits is not None:
+                add_sinks(mine, lse, sink_logits)

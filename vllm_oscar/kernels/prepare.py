@@ -43,13 +43,23 @@ def copies_capacity(contract: HotContract, layout: PageLayout, q_len: int) -> in
 
 @triton.jit
 def window_origin(length, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, T: tl.constexpr):
-    """A whole tile at or below every token that any window in force can reach."""
+    """A whole tile at or below every token that any window in force can reach, of up to Q_LEN queries."""
     return tl.maximum(length - Q_LEN + 1 - WINDOW, 0) // T * T
 
 
 @triton.jit
+def queries_of(starts, ragged, seq, real, Q_LEN: tl.constexpr):
+    """First query of a sequence, and how many it has; of one that is not `real`, anything."""
+    known = tl.where(real, ragged, 0) > 0
+    begin = tl.load(starts + seq, mask=known, other=0)
+    end = tl.load(starts + seq + 1, mask=known, other=0)
+    return tl.where(known, begin, seq * Q_LEN), tl.where(known, end - begin, Q_LEN)
+
+
+@triton.jit
 def _fold(
-    query, inverse, mean, vectors, folded, sums, first, head, tile, seqs, scale, stride_token, stride_head,
+    query, starts, ragged, inverse, mean, vectors, folded, sums, first, head, tile, seqs, scale,
+    stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
     CHUNK: tl.constexpr, DEPTH: tl.constexpr,
@@ -58,8 +68,9 @@ def _fold(
     column = tl.arange(0, SEQS * N)
     seq = first + column // N
     pair = tile * N + column % N
-    used = (seq < seqs) & (pair < Q_LEN * RATIO)
-    row = query + (seq * Q_LEN + pair // RATIO).to(tl.int64) * stride_token
+    own, count = queries_of(starts, ragged, seq, seq < seqs, Q_LEN)
+    used = (seq < seqs) & (pair < count * RATIO)
+    row = query + (own + pair // RATIO).to(tl.int64) * stride_token
     row += (head * RATIO + pair % RATIO) * stride_head
     e = tl.arange(0, DP)
     acc = tl.zeros([DP, SEQS * N], tl.float32)
@@ -107,7 +118,7 @@ def _fold(
 
 @triton.jit
 def _find_copies(
-    pages32, words, slot_of_block, limits, table, length, copies, reads, first, head,
+    pages32, words, slot_of_block, limits, table, length, before, copies, reads, first, head,
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
     Q_LEN: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, LAYERS: tl.constexpr,
@@ -117,7 +128,7 @@ def _find_copies(
     are the page's."""
     i = first + tl.arange(0, TOKENS)
     token = tl.where(i < SINKS, i, window_origin(length, Q_LEN, WINDOW, T) + i - SINKS)
-    named = (token < tl.load(limits)) | (token >= length - Q_LEN + 1 - tl.load(limits + 1))
+    named = (token < tl.load(limits)) | (token >= before + 1 - tl.load(limits + 1))
     named = named & (token < length) & (i < CAPACITY)
     block = tl.load(table + token // P, mask=named, other=0)
     slot = tl.load(slot_of_block + block, mask=named, other=-1)
@@ -132,7 +143,7 @@ def _find_copies(
     if LAYERS:
         start = 0
         if SLIDING_WINDOW:
-            start = tl.maximum(length - Q_LEN + 1 - SLIDING_WINDOW, 0)
+            start = tl.maximum(before + 1 - SLIDING_WINDOW, 0)
         # requests that vLLM makes up, to warm up or to capture a graph, have nothing but its null block
         real = tl.load(table + tl.maximum(length - 1, 0) // P) > 0
         stored = tl.where(real & (first == 0), length - start, 0)
@@ -143,9 +154,9 @@ def _find_copies(
         add_reads(reads, tl.sum(copied, 0), stored, tl.sum(copied_sinks, 0), sinks, LAYERS)
 
 
-@triton.jit(do_not_specialize=["seqs", "table_stride"])
+@triton.jit(do_not_specialize=["ragged", "seqs", "table_stride"])
 def _prepare(
-    query, inverse, mean, vectors, folded, sums, seqs, scale, stride_token, stride_head,
+    query, starts, ragged, inverse, mean, vectors, folded, sums, seqs, scale, stride_token, stride_head,
     pages32, words, slot_of_block, limits, block_table, seq_lens, copies, reads,
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride, table_stride,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
@@ -159,20 +170,29 @@ def _prepare(
     folding = tl.cdiv(seqs, SEQS) * TILES
     if program < folding:
         _fold(
-            query, inverse, mean, vectors, folded, sums, program // TILES * SEQS, head, program % TILES, seqs, scale,
-            stride_token, stride_head, HEADS, RATIO, Q_LEN, TILES, N, D, DP, GROUPS, SEQS, CONSTANT, CHUNK, DEPTH,
+            query, starts, ragged, inverse, mean, vectors, folded, sums, program // TILES * SEQS, head,
+            program % TILES, seqs, scale, stride_token, stride_head, HEADS, RATIO, Q_LEN, TILES, N, D, DP, GROUPS, SEQS,
+            CONSTANT, CHUNK, DEPTH,
         )  # fmt: skip
         wait(launch_pdl)
     else:
         wait(launch_pdl)
         chunks: tl.constexpr = (CAPACITY + TOKENS - 1) // TOKENS
         seq = (program - folding) // chunks
+        length = tl.load(seq_lens + seq)
         _find_copies(
             pages32, words, slot_of_block, limits, block_table + seq.to(tl.int64) * table_stride,
-            tl.load(seq_lens + seq), copies + (seq * HEADS + head) * CAPACITY, reads,
-            (program - folding) % chunks * TOKENS, head, page_block_stride, page_head_stride, words_slot_stride,
-            words_head_stride, Q_LEN, GROUPS, P, META, SINKS, WINDOW, CAPACITY, T, TOKENS, LAYERS, SINK, SLIDING_WINDOW,
+            length, length - queries_of(starts, ragged, seq, seq >= 0, Q_LEN)[1],
+            copies + (seq * HEADS + head) * CAPACITY, reads, (program - folding) % chunks * TOKENS, head,
+            page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
+            Q_LEN, GROUPS, P, META, SINKS, WINDOW, CAPACITY, T, TOKENS, LAYERS, SINK, SLIDING_WINDOW,
         )  # fmt: skip
+
+
+def given_starts(query_starts: torch.Tensor | None, seq_lens: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """`starts` and `ragged` of the kernels, where batches of both kinds share compiled code: a pointer that is not
+    followed, if all sequences have equally many queries."""
+    return (seq_lens, 0) if query_starts is None else (query_starts, 1)
 
 
 def shares(seqs: int, columns: int) -> tuple[int, int]:
@@ -204,6 +224,7 @@ def prepare(
     folded: torch.Tensor,
     sums: torch.Tensor,
     copies: torch.Tensor,
+    query_starts: torch.Tensor | None = None,
     sliding_window: int | None = None,
     reads: ReadCounter | None = None,
     behind_write: bool = False,
@@ -218,6 +239,7 @@ def prepare(
         tile: (N, tiles), see `column_tiles`
         constant: whether a q . m_K is needed
         pages: int32 (blocks, KV heads, words)
+        query_starts: see `decode_attention`
         sliding_window: tokens behind it are not counted
         reads: where the layer counts
         behind_write: whether `query` was complete before this layer's `write`, and nothing was launched since
@@ -228,7 +250,8 @@ def prepare(
     capacity = copies_capacity(table.contract, layout, q_len)
     programs = triton.cdiv(seqs, share) * tiles + seqs * triton.cdiv(capacity, tokens)
     _prepare[(programs, heads)](
-        query, inverse, mean, vectors, folded, sums, seqs, scale, query.stride(0), query.stride(1),
+        query, *given_starts(query_starts, seq_lens), inverse, mean, vectors, folded, sums, seqs, scale,
+        query.stride(0), query.stride(1),
         pages, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, copies,
         reads.counts if reads else None,
         pages.stride(0), pages.stride(1), pool.words.stride(0), pool.words.stride(1), block_table.stride(0),

@@ -13,13 +13,16 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.errors import PoolError
-from vllm_oscar.hot_pool import UNNEEDED, HotPool, SlotTable
+from vllm_oscar.hot_pool import FLOOR, FREE, IN_FLIGHT, SINK, UNNEEDED, UNPROVEN, WINDOW, HotPool, SlotTable
 from vllm_oscar.page_layout import PageLayout
 
-_FAR = tl.constexpr(UNNEEDED)
+_FLOOR = tl.constexpr(FLOOR)
+_UNNEEDED = tl.constexpr(UNNEEDED)
+_FREE, _UNPROVEN, _IN_FLIGHT = tl.constexpr(FREE), tl.constexpr(UNPROVEN), tl.constexpr(IN_FLIGHT)
+_WINDOW, _SINK = tl.constexpr(WINDOW), tl.constexpr(SINK)
 _NOBODY = tl.constexpr(2**31 - 1)
 _AGES = tl.constexpr(1 << 28)  # a slot's key is kind * _AGES + how recently it was needed
-_CANDIDATES = tl.constexpr(1024)  # that the planning program takes at a time
+_COUNTED = 1 << 18  # pairs of a candidate and a rank that the planning program counts at a time
 _SLOTS = tl.constexpr(64)  # of one program, when slots are looked at
 _SCAN = tl.constexpr(256)  # slots compared with at a time
 _TOKENS = tl.constexpr(256)  # of one program of the mapping
@@ -59,11 +62,12 @@ class SlotScratch:
 @triton.jit
 def _candidate(
     i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """SlotTable._needs for candidates i: block, rank, is_sink. Rank _FAR where there is nothing to do."""
+    """SlotTable._needs for candidates i: block, rank, is_sink. Rank _UNNEEDED where there is nothing to do."""
     SINK_BLOCKS: tl.constexpr = (SINK + P - 1) // P
-    TAIL_BLOCKS: tl.constexpr = (WINDOW + P - 2) // P + 1
+    DEPTH: tl.constexpr = (WINDOW + P - 2) // P
+    TAIL_BLOCKS: tl.constexpr = DEPTH + 1
     PER_REQUEST: tl.constexpr = SINK_BLOCKS + 2 * TAIL_BLOCKS
     request = i // PER_REQUEST
     k = i % PER_REQUEST
@@ -79,20 +83,23 @@ def _candidate(
     start = logical * P
     end = start + P
     exists = there & (logical >= 0) & (start < after)
-    is_sink = exists & (start < SINK)
 
-    reading = tl.where(start < before, before + 1 - tl.minimum(end - 1, before - 1), _FAR)
-    writing = tl.where(end > before, after + 1 - tl.minimum(end - 1, after - 1), _FAR)
+    reading = tl.where(start < before, before + 1 - tl.minimum(end - 1, before - 1), _UNNEEDED)
+    writing = tl.where(end > before, after + 1 - tl.minimum(end - 1, after - 1), _UNNEEDED)
     reach = tl.minimum(reading, writing)
-    rank = tl.where(reach <= WINDOW, 1 + (reach + P - 2) // P, _FAR)
-    rank = tl.where(is_sink, 1, rank)
+    seen = exists
+    if SLIDING_WINDOW:
+        seen = seen & (reach <= SLIDING_WINDOW)
+    is_sink = seen & (start < SINK)
+    rank = tl.where(is_sink, DEPTH + logical, _UNNEEDED)
+    rank = tl.where(seen & (reach <= WINDOW), tl.minimum(rank, (reach + P - 2) // P), rank)
     floor = is_sink & (logical == 0)
-    floor = floor | ((start < after) & (after <= end)) | ((query <= threshold) & (end > before))
-    rank = tl.where(floor, 0, rank)
+    floor = floor | (exists & (after <= end)) | (exists & (query <= threshold) & (end > before))
+    rank = tl.where(floor, _FLOOR, rank)
     column = tl.minimum(tl.maximum(logical, 0), columns - 1)
     block = tl.load(block_table + request.to(tl.int64) * table_stride + column, mask=exists, other=0)
     valid = exists & (block > 0) & (block < num_blocks)
-    return tl.where(valid, block, 0), tl.where(valid, rank, _FAR), is_sink & valid
+    return tl.where(valid, block, 0), tl.where(valid, rank, _UNNEEDED), is_sink & valid
 
 
 @triton.jit(do_not_specialize=["total", "table_stride", "columns"])
@@ -100,8 +107,8 @@ def _plan(
     block_table, seq_lens, query_start_loc, slot_of_block, block_of_slot, last_step, is_sink, limits, shrunk_steps,
     step_count, blocks, missing, count, keys, proven, pages, words,
     total, table_stride, columns, num_blocks, num_slots, slots_per_step, in_flight, threshold, page_block, word_slot,
-    SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr, LEVELS: tl.constexpr, LEVELS_PAD: tl.constexpr,
-    WORDS: tl.constexpr, META: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr, SLIDING_WINDOW: tl.constexpr, DEPTH: tl.constexpr,
+    LEVELS: tl.constexpr, LEVELS_PAD: tl.constexpr, CANDIDATES: tl.constexpr, WORDS: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """grid (1 + slot tiles)."""
     if tl.program_id(0) > 0:  # which slots match their page in at least one token; the first head stands for all
@@ -123,13 +130,13 @@ def _plan(
     lowest = blocks
     first = blocks + (num_blocks + 1)
     sink_block = first + (num_blocks + 1)
-    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
-        i = base + tl.arange(0, _CANDIDATES)
+    for base in tl.range(0, total, CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, CANDIDATES)
         block, rank, sink = _candidate(
             i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
-            SINK, WINDOW, P,
+            SINK, WINDOW, P, SLIDING_WINDOW,
         )  # fmt: skip
-        wanted = rank < _FAR
+        wanted = rank < _UNNEEDED
         tl.atomic_min(lowest + block, rank, mask=wanted)
         tl.atomic_min(first + block, i, mask=wanted)
         tl.atomic_max(sink_block + block, 1, mask=sink)
@@ -138,33 +145,31 @@ def _plan(
     # blocks of each rank; what atomics wrote is read past the L1 cache
     level = tl.arange(0, LEVELS_PAD)
     blocks_of_rank = tl.zeros([LEVELS_PAD], tl.int32)
-    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
-        i = base + tl.arange(0, _CANDIDATES)
+    for base in tl.range(0, total, CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, CANDIDATES)
         block, rank, sink = _candidate(
             i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
-            SINK, WINDOW, P,
+            SINK, WINDOW, P, SLIDING_WINDOW,
         )  # fmt: skip
-        distinct = (rank < _FAR) & (tl.load(first + block, cache_modifier=".cg") == i)
+        distinct = (rank < _UNNEEDED) & (tl.load(first + block, cache_modifier=".cg") == i)
         rank = tl.load(lowest + block, cache_modifier=".cg")
         blocks_of_rank += tl.sum((distinct[:, None] & (rank[:, None] == level[None, :])).to(tl.int32), 0)
     fits = (tl.cumsum(blocks_of_rank, 0) <= slots_per_step) & (level < LEVELS)
     granted = tl.sum(fits.to(tl.int32), 0) - 1  # the last rank that fits
-    complete = granted == LEVELS - 1
-    window = tl.minimum(1 + tl.maximum(granted - 1, 0) * P, WINDOW)
-    tl.store(limits, tl.where(granted >= 1, SINK, SINK if SINK < P else P))
-    tl.store(limits + 1, tl.where(complete, WINDOW, window))
-    tl.store(shrunk_steps, tl.load(shrunk_steps) + tl.where(complete, 0, 1))
+    tl.store(limits, tl.minimum((1 + tl.maximum(granted - DEPTH, 0)) * P, SINK))
+    tl.store(limits + 1, tl.minimum(1 + granted * P, WINDOW))
+    tl.store(shrunk_steps, tl.load(shrunk_steps) + tl.where(granted < LEVELS - 1, 1, 0))
     tl.store(step_count, step)
 
     # needed blocks with a slot keep it, the others are listed in the candidates' order
     listed = tl.zeros([], tl.int32)
-    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
-        i = base + tl.arange(0, _CANDIDATES)
+    for base in tl.range(0, total, CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, CANDIDATES)
         block, rank, sink = _candidate(
             i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
-            SINK, WINDOW, P,
+            SINK, WINDOW, P, SLIDING_WINDOW,
         )  # fmt: skip
-        distinct = (rank < _FAR) & (tl.load(first + block, cache_modifier=".cg") == i)
+        distinct = (rank < _UNNEEDED) & (tl.load(first + block, cache_modifier=".cg") == i)
         needed = distinct & (tl.load(lowest + block, cache_modifier=".cg") <= granted)
         sinks = tl.load(sink_block + block, cache_modifier=".cg")
         slot = tl.load(slot_of_block + block, mask=needed, other=-1)
@@ -179,36 +184,36 @@ def _plan(
     tl.store(count, listed)
     tl.debug_barrier()
 
-    for base in tl.range(0, total, _CANDIDATES, num_stages=1):
-        i = base + tl.arange(0, _CANDIDATES)
+    for base in tl.range(0, total, CANDIDATES, num_stages=1):
+        i = base + tl.arange(0, CANDIDATES)
         block, rank, sink = _candidate(
             i, total, block_table, seq_lens, query_start_loc, table_stride, columns, num_blocks, threshold,
-            SINK, WINDOW, P,
+            SINK, WINDOW, P, SLIDING_WINDOW,
         )  # fmt: skip
-        wanted = rank < _FAR
-        tl.store(lowest + block, _FAR, mask=wanted)
+        wanted = rank < _UNNEEDED
+        tl.store(lowest + block, _UNNEEDED, mask=wanted)
         tl.store(first + block, _NOBODY, mask=wanted)
         tl.store(sink_block + block, 0, mask=wanted)
-    for base in tl.range(0, num_slots, _CANDIDATES, num_stages=1):
-        s = base + tl.arange(0, _CANDIDATES)
+    for base in tl.range(0, num_slots, CANDIDATES, num_stages=1):
+        s = base + tl.arange(0, CANDIDATES)
         there = s < num_slots
         used = tl.load(last_step + s, mask=there, other=0, cache_modifier=".cg")
         sink = tl.load(is_sink + s, mask=there, other=0, cache_modifier=".cg") > 0
         owned = tl.load(block_of_slot + s, mask=there, other=-1) >= 0
-        kind = tl.where(step - used < in_flight, 4, tl.where(sink, 3, 2))
-        kind = tl.where(owned, kind, 0)
+        kind = tl.where(step - used < in_flight, _IN_FLIGHT, tl.where(sink, _SINK, _WINDOW))
+        kind = tl.where(owned, kind, _FREE)
         recent = tl.maximum(_AGES - 1 - (step - used), 0)
         tl.store(keys + s, kind * _AGES + recent, mask=there)
 
 
 @triton.jit
 def _keys(s, num_slots, keys, proven):
-    """Keys of slots s: kind 0 free, 1 without proof, 2 window, 3 sink, 4 of a step in flight; less goes first."""
+    """Keys of slots s: by kind, then by age; less goes first."""
     there = s < num_slots
-    key = tl.load(keys + s, mask=there, other=5 * _AGES)
+    key = tl.load(keys + s, mask=there, other=(_IN_FLIGHT + 1) * _AGES)
     kind = key // _AGES
-    stale = (tl.load(proven + s, mask=there, other=1) == 0) & ((kind == 2) | (kind == 3))
-    return tl.where(stale, key - (kind - 1) * _AGES, key)
+    stale = (tl.load(proven + s, mask=there, other=1) == 0) & ((kind == _WINDOW) | (kind == _SINK))
+    return tl.where(stale, key - (kind - _UNPROVEN) * _AGES, key)
 
 
 @triton.jit
@@ -221,7 +226,7 @@ def _assign(
         return
     s = tl.program_id(0) * _SLOTS + tl.arange(0, _SLOTS)
     key = _keys(s, num_slots, keys, proven)
-    if tl.min(key, 0) >= 4 * _AGES:
+    if tl.min(key, 0) >= _IN_FLIGHT * _AGES:
         return
     before = tl.zeros([_SLOTS], tl.int32)
     for base in tl.range(0, num_slots, _SCAN):
@@ -257,7 +262,7 @@ def allocate(
     contract = table.contract
     requests = seq_lens.shape[0]
     slots = table.num_slots
-    levels = contract.depth + 2
+    levels_pad = triton.next_power_of_2(contract.levels)
     is_sink = table.is_sink.view(torch.uint8)
     _plan[(1 + triton.cdiv(slots, _SLOTS.value),)](
         block_table, seq_lens, query_start_loc, table.slot_of_block, table.block_of_slot, table.last_step, is_sink,
@@ -266,8 +271,9 @@ def allocate(
         requests * contract.slots_per_request, block_table.stride(0), block_table.shape[1],
         table.slot_of_block.shape[0] - 1, slots, table.slots_per_step, table.in_flight, decode_threshold,
         pages.stride(0), pool.words.stride(0),
-        SINK=contract.sink, WINDOW=contract.window, P=contract.block_size, LEVELS=levels,
-        LEVELS_PAD=triton.next_power_of_2(levels), WORDS=2 * layout.groups, META=layout.meta_offset, num_warps=8,
+        SINK=contract.sink, WINDOW=contract.window, P=contract.block_size, SLIDING_WINDOW=table.sliding_window or 0,
+        DEPTH=contract.depth, LEVELS=contract.levels, LEVELS_PAD=levels_pad,
+        CANDIDATES=min(1024, _COUNTED // levels_pad), WORDS=2 * layout.groups, META=layout.meta_offset, num_warps=8,
     )  # fmt: skip
     _assign[(triton.cdiv(slots, _SLOTS.value),)](
         table.slot_of_block, table.block_of_slot, table.last_step, is_sink, table.evictions, table.step,
