@@ -23,7 +23,12 @@ TOOLS = {
 
 
 # of what is imported only where it is needed
-INSTALL = {"vllm": "'vllm-oscar[vllm]'", "transformers": "'vllm-oscar[calibrate]'", "matplotlib": "matplotlib"}
+INSTALL = {
+    "vllm": "'vllm-oscar[vllm]'",
+    "transformers": "'vllm-oscar[calibrate]'",
+    "matplotlib": "matplotlib",
+    "openai": "openai",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

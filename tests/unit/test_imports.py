@@ -23,7 +23,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "evaluation": (
         {"base", "calibrate", "integration", "evaluation"},
-        BASE_PARTIES | {"vllm", "transformers", "tqdm", "matplotlib"},
+        BASE_PARTIES | {"vllm", "transformers", "tqdm", "matplotlib", "openai"},
     ),
     "serving": ({"base", "calibrate", "integration", "evaluation", "serving"}, BASE_PARTIES | {"vllm", "transformers"}),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 import vllm_oscar
 from vllm_oscar.sidecar import FORMAT_VERSIONS
@@ -120,7 +121,8 @@ def test_the_image_is_built_from_what_the_wheel_is_built_from() -> None:
     text = (ROOT / "Dockerfile").read_text()
     copied = {name for line in re.findall("^COPY (.*) ", text, re.MULTILINE) for name in line.split()}
     assert copied == {*SOURCES, "README.md"}
-    assert f"VLLM_VERSION=v{VERIFIED_ON_GPUS}." in text, "the release that ran on GPUs"
+    version = Version(text.partition("VLLM_VERSION=v")[2].split()[0])
+    assert version.release[:2] in [verified.release[:2] for verified in VERIFIED_ON_GPUS], "a release that ran on GPUs"
 
 
 def test_wheel_runs_from_anywhere(wheel: Path, tmp_path: Path) -> None:
