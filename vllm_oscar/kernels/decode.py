@@ -358,7 +358,7 @@ def _decode(
     # looked at: its blocks may be gone, with anything in their place
     first_seen = 0
     if SLIDING_WINDOW:
-        first_seen = length - Q_LEN + 1 - SLIDING_WINDOW
+        first_seen = length - queries + 1 - SLIDING_WINDOW
     copies += (seq * (tl.num_programs(0) // TILES) + place // TILES) * CAPACITY
     origin = window_origin(length, Q_LEN, WINDOW, T)
     before = tl.cdiv(fast_lo - lo, T)
