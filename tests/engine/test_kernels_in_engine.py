@@ -29,8 +29,8 @@ def interpreted(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 
 def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: Path) -> None:
-    """A short prompt, chunked prefill over INT2 history and a mixed batch, with keys encoded in the metric. Keys that decoding wrote are encoded again, in whole batches of 32, a token later in the
-    second layer.
+    """A short prompt, chunked prefill over INT2 history and a mixed batch, with keys encoded in the metric. Keys that
+    decoding wrote are encoded again, in whole batches of 32, a token later in the second layer.
 
     Tolerances are those of gates/engine.py, which does the same on a GPU.
     """
