@@ -19,8 +19,8 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a r
 @dataclass(frozen=True)
 class Case:
     """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
-    of the keys' turning mean; layers: that the reads are counted for, 0 not to count; saturated: see `fill`; sinks:
-    each query head has a sink logit."""
+    of the keys' turning mean; bias: size of the keys' constant mean; layers: that the reads are counted for, 0 not to
+    count; saturated: see `fill`; sinks: each query head has a sink logit."""
 
     head_size: int = 128
     group_size: int = 0
@@ -37,6 +37,7 @@ class Case:
     dtype: torch.dtype = torch.float16
     order: str = "padded"
     turning: int = 0
+    bias: float = 1.0
     layers: int = 3
     saturated: bool = False
     sinks: bool = False
@@ -65,9 +66,11 @@ def check(case: Case, device: torch.device) -> str:
     total, heads, size = starts[-1], case.kv_heads * case.ratio, case.head_size
     generator = torch.Generator(device=device).manual_seed(1)
     mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING, generator)
-    cache = replace(cache, key=replace(cache.key, turning=mean))
+    bias = case.bias * cache.key.mean
+    cache = replace(cache, key=replace(cache.key, mean=bias, turning=mean))
     fused = torch.randn(total, heads + 2 * case.kv_heads, size, generator=generator, device=device).to(case.dtype)
     query, key, value = fused.split([heads, case.kv_heads, case.kv_heads], 1)  # views, as vLLM has them
+    key += bias.to(case.dtype)
 
     after = [sum(pair) for pair in case.requests]
     calls = plan(after, starts, case.decoding, case.capacity, case.sliding_window, device)
@@ -134,6 +137,7 @@ def gpu_cases() -> list[Case]:
         Case(80, requests=((5000, 700), (10, 20)), capacity=4096, turning=1),
         Case(256, requests=((2600, 129),), capacity=4096, ratio=8, turning=8),
         Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, layers=0),
+        Case(requests=step, capacity=4096, kv_heads=2, sink=64, window=256, bias=300.0, dtype=torch.bfloat16),
         Case(requests=((1000, 700), (10, 20)), capacity=1024, saturated=True),
         Case(64, requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=2, ratio=8, sinks=True),
         Case(64, requests=step, capacity=4096, kv_heads=2, ratio=8, sliding_window=128, sinks=True),

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.kernels
         Case(64, requests=((100, 40),), capacity=50, sliding_window=60, soft_cap=5.0, turning=3),
         Case(80, requests=((31, 9),), turning=1),
         Case(64, kv_heads=3, layers=0),
+        Case(requests=((100, 40),), bias=300.0),
         Case(requests=((100, 40),), saturated=True),
         Case(64, kv_heads=2, ratio=8, requests=((100, 40), (33, 15)), capacity=50, sinks=True),
         Case(64, requests=((130, 7), (5, 3)), capacity=32, sliding_window=60, soft_cap=5.0, sinks=True),

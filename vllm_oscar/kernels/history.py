@@ -187,7 +187,7 @@ def _restore(
     table_stride, out_which, out_token, out_head,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
     META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, LAYERS: tl.constexpr,
-    SINK: tl.constexpr,
+    SINK: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """grid (tiles, heads, 2): keys or values of up to _TILE tokens of one head."""
     h = tl.program_id(1)
@@ -256,10 +256,15 @@ def _restore(
     for start in tl.static_range(0, D, N):
         column = start + tl.arange(0, N)
         b = tl.load(inverse + head * (D * D) + d[:, None] * D + column[None, :], mask=real[:, None], other=0.0)
-        x = product(y, b, tl.zeros([_TILE, N], tl.float32)) + tl.load(mean + head * D + column)[None, :]
+        x = product(y, b, tl.zeros([_TILE, N], tl.float32))
+        m = tl.load(mean + head * D + column)[None, :]
+        if which == 1 or not CENTRED:
+            x += m
         if DEPTH and which == 0:
             x = add_waves(x, wave, load_vectors(vectors, h, column, heads, D, DEPTH))
         own = tl.load(raw + column[None, :], mask=fresh[:, None], other=0.0)
+        if which == 0 and CENTRED:
+            own = (own.to(tl.float32) - m).to(out.dtype.element_ty)
         x = tl.where(fresh[:, None], own, sanitised(x).to(out.dtype.element_ty))
         tl.store(to + column[None, :], x, mask=(i < count)[:, None])
 
@@ -276,6 +281,7 @@ def restore(
     tables: RestoreTables,
     out: torch.Tensor,
     reads: ReadCounter | None = None,
+    centred: bool = False,
 ) -> None:
     """Fill the workspace for a call.
 
@@ -285,6 +291,8 @@ def restore(
         block_table: int32 (requests, blocks), the whole batch's
         out: run dtype (2, capacity, heads, D), keys and values
         reads: where the layer counts
+        centred: keys are given without m, which adds the same to all logits of a query. Where m is hundreds of times
+            larger than what keys differ by, as with the biases of Qwen2, rounding k to BF16 loses as much as INT2 does
     """
     heads, size = key.shape[1:]
     rows, words = pool.rows, pool.words
@@ -298,5 +306,6 @@ def restore(
         D=size, D_PAD=triton.next_power_of_2(size), P=layout.block_size, GROUPS=layout.groups,
         VALUE_CODES=layout.value_codes_offset, META=layout.meta_offset, META_BYTES=layout.meta_bytes,
         DEPTH=depth(tables.step is not None), N=dot_depth(size),
-        LAYERS=reads.layers if reads else 0, SINK=table.contract.sink, num_warps=4 if size <= 128 else 8,
+        LAYERS=reads.layers if reads else 0, SINK=table.contract.sink, CENTRED=centred,
+        num_warps=4 if size <= 128 else 8,
     )  # fmt: skip
