@@ -28,6 +28,7 @@ pytestmark = pytest.mark.kernels
         Case(requests=((100, 40),), saturated=True),
         Case(64, kv_heads=2, ratio=8, requests=((100, 40), (33, 15)), capacity=50, sinks=True),
         Case(64, requests=((130, 7), (5, 3)), capacity=32, sliding_window=60, soft_cap=5.0, sinks=True),
+        Case(requests=((100, 40), (5, 3)), capacity=50, bias=10.0, sinks=True),
     ],
     ids=str,
 )
