@@ -154,7 +154,7 @@ SETTINGS: dict[str, Setting] = {
     "a layer in BF16": Setting(options={"kv_cache_dtype_skip_layers": ["0"]}),
     "means that turn": Setting(turning=3),
     "steps of 8,192": Setting(options={"max_model_len": 8448, "max_num_batched_tokens": 8192}),
-    "drafts of several lengths": Setting(options={"speculative_config": SEVERAL}),
+    "drafts of several lengths": Setting(options={"speculative_config": SEVERAL}, modes=("eager",)),
     "drafts": Setting(options={"speculative_config": DRAFTS}, modes=BOTH),
     "D80, turning, new weights, sleep": Setting(
         {"head_dim": 80}, DECODE_GRAPHS | {"enable_sleep_mode": True}, turning=3, weights=True,

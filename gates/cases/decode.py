@@ -65,7 +65,8 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache
         case.layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device,
         saturated=case.saturated, value_size=case.value_size,
     )  # fmt: skip
-    free_before_window(cache, [length - case.q_len for length in case.lengths], case.sliding_window)
+    computed = [length - count for length, count in zip(case.lengths, case.each, strict=True)]
+    free_before_window(cache, computed, case.sliding_window)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
     mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING / 2, generator)
     cache = replace(cache, key=replace(cache.key, turning=mean))

@@ -142,6 +142,7 @@ def gpu_cases() -> list[Case]:
         Case(requests=((1000, 700), (10, 20)), capacity=1024, saturated=True),
         Case(64, requests=((5000, 700), (10, 20)), capacity=1024, kv_heads=2, ratio=8, sinks=True),
         Case(64, requests=step, capacity=4096, kv_heads=2, ratio=8, sliding_window=128, sinks=True),
+        Case(64, requests=((5000, 700),), capacity=1024, ratio=8, bias=10.0, turning=3, sinks=True),
     ]
     cases += [
         Case(d, g, 64, step, 2, 4, 4096, 1, 64, 256, dtype=torch.bfloat16, order="head-major", bits=(key, value))

@@ -14,21 +14,27 @@ import torch
 pytestmark = pytest.mark.engine
 
 
+def interpreted(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """What interpreted.py prints; the pool is audited in every step."""
+    script = Path(__file__).with_name("interpreted.py")
+    # numba, which n-gram drafts bring, has threads that get in torch's way
+    given = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_OSCAR_AUDIT": "1", "NUMBA_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(script), str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **given},
+        check=False,
+    )
+
+
 def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: Path) -> None:
-    """A short prompt, chunked prefill over INT2 history and a mixed batch, with keys encoded in the metric; the pool is
-    audited in every step. Keys that decoding wrote are encoded again, in whole batches of 32, a token later in the
-    second layer.
+    """A short prompt, chunked prefill over INT2 history and a mixed batch, with keys encoded in the metric. Keys that
+    decoding wrote are encoded again, in whole batches of 32, a token later in the second layer.
 
     Tolerances are those of gates/engine.py, which does the same on a GPU.
     """
-    script = Path(__file__).with_name("interpreted.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_OSCAR_AUDIT": "1"},
-        check=False,
-    )
+    done = interpreted(tmp_path)
     batches = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("batch")]
     assert done.returncode == 0 and len(batches) == 3, done.stderr[-3000:]
     layers = 2
@@ -44,6 +50,20 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
     counted, wanted = re.findall(r"\[.*?\]", done.stdout[done.stdout.index("reads [") :])[:2]
     assert counted == wanted  # of both layers, of which one counts
     assert re.fullmatch(r"\[[1-9]\d*, [1-9]\d*, 0\]", counted)
+
+
+def test_drafts_of_unequal_length_are_decoded_together(tmp_path: Path) -> None:
+    """N-grams give some requests three drafts and others none; no such step is a prefill, whose history is restored."""
+    done = interpreted(tmp_path, "drafts")
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = [
+        (json.loads(lengths), int(decodes), int(calls))
+        for lengths, decodes, calls in re.findall(r"^step (\[.*?\]) (\d+) (\d+)$", done.stdout, re.MULTILINE)
+    ]
+    assert any(len(set(lengths)) > 1 for lengths, *_ in steps), steps
+    assert all(decodes == len(lengths) and calls == 0 for lengths, decodes, calls in steps), steps
+    ((count, worst),) = re.findall(r"^batch (\d+) (\S+)$", done.stdout, re.MULTILINE)
+    assert int(count) > 2 * len(steps) and float(worst) < 1
 
 
 @pytest.mark.parametrize(

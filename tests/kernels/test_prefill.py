@@ -33,6 +33,7 @@ pytestmark = pytest.mark.kernels
         Case(80, bits=(3, 4), block_size=64),
         Case(bits=(4, 2), group_size=32, order="head-major"),
         Case(64, 32, bits=(4, 4), block_size=64),
+        Case(requests=((100, 40), (5, 3)), capacity=50, bias=10.0, sinks=True),
     ],
     ids=str,
 )

@@ -171,17 +171,52 @@ def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, more_lse: to
     )  # fmt: skip
 
 
-def add_sinks(out: torch.Tensor, lse: torch.Tensor, sink_logits: torch.Tensor) -> None:
+@triton.jit
+def _add_sinks(
+    query, mean, sink_logits, out, lse, scale, q_token, q_head, out_token, out_head, lse_head,
+    RATIO: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, CENTRED: tl.constexpr,
+):  # fmt: skip
+    """grid (tokens, heads)."""
+    t = tl.program_id(0)
+    h = tl.program_id(1)
+    d = tl.arange(0, D_PAD)
+    sink = tl.load(sink_logits + h).to(tl.float32)
+    if CENTRED:  # other logits have all lost as much
+        q = tl.load(query + t.to(tl.int64) * q_token + h * q_head + d, mask=d < D, other=0.0).to(tl.float32)
+        sink -= tl.sum(q * tl.load(mean + h // RATIO * D + d, mask=d < D, other=0.0), 0) * scale
+    mine = tl.load(lse + h * lse_head + t)
+    top = tl.maximum(mine, sink)
+    share = tl.exp(mine - top)
+    total = share + tl.exp(sink - top)
+    to = out + t.to(tl.int64) * out_token + h * out_head + d
+    x = tl.load(to, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(to, (x * (share / total)).to(out.dtype.element_ty), mask=d < D)
+    tl.store(lse + h * lse_head + t, top + tl.log(total))
+
+
+def add_sinks(
+    query: torch.Tensor,
+    mean: torch.Tensor | None,
+    sink_logits: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> None:
     """One more logit in each head's softmax, whose value is zero, in place.
 
     Args:
+        query: (tokens, heads, D)
+        mean: m_K, float32 (KV heads, D), where `restore` left it out of the keys; else None
+        sink_logits: (heads,), contiguous
         out: (tokens, heads, D)
         lse: float32 (heads, tokens)
-        sink_logits: (heads,)
     """
-    sinks = sink_logits.float()[:, None]
-    out.mul_((lse - sinks).sigmoid_().t()[..., None])
-    torch.logaddexp(lse, sinks, out=lse)
+    tokens, heads, size = query.shape
+    _add_sinks[(tokens, heads)](
+        query, mean, sink_logits, out, lse, scale, query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        lse.stride(0), RATIO=1 if mean is None else heads // mean.shape[0], D=size,
+        D_PAD=triton.next_power_of_2(size), CENTRED=mean is not None, num_warps=1,
+    )  # fmt: skip
 
 
 class Attention(Protocol):
@@ -281,4 +316,4 @@ def prefill(
         else:
             run(query[asked], keys, values, call, mine, lse, scale, soft_cap, sliding_window)
             if sink_logits is not None:
-                add_sinks(mine, lse, sink_logits)
+                add_sinks(query[asked], tables.mean[0] if centred else None, sink_logits, mine, lse, scale)
