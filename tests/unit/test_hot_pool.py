@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from vllm_oscar import compiled_pages
 from vllm_oscar.attention import read_rows
 from vllm_oscar.audit import check_places, check_table
 from vllm_oscar.errors import ConfigError
@@ -261,7 +262,10 @@ class World:
         if not tokens:
             return
         blocks = torch.tensor(request.blocks[: -(-tokens // P)])
-        rows = read_rows(self.views, self.pool, self.table, blocks, tokens, request.tokens, self.sliding_window)
+        read = self.views, self.pool, self.table, blocks, tokens, request.tokens, self.sliding_window
+        rows = read_rows(*read)
+        for row, other in zip(rows, compiled_pages.read_rows(*read), strict=True):
+            assert torch.equal(row, other)
         first = max(0, request.tokens + 1 - (self.sliding_window or tokens + 1))
         uids = [self.page[request.blocks[j // P], j % P] if j >= first else 0 for j in range(tokens)]
         slots = [int(self.table.slot_of_block[block]) for block in request.blocks]
