@@ -332,6 +332,37 @@ def compiled(folder: Path) -> Iterator[Report]:
     yield "vllm#53366", same[0] and same[1] and same[4], f"as the third: {same} (k=2, 4, 0, auto, again, other sidecar)"
 
 
+@group
+def digits(folder: Path) -> Iterator[Report]:
+    """Digits and UUIDs that come twice: how many tokens of the second time are the model's first choice. The first time
+    lies far behind the window, in an earlier chunk. With the test model (OSCAR_TEST_MODEL, OSCAR_TEST_SIDECAR)."""
+    import uuid
+
+    from transformers import AutoTokenizer
+
+    model, sidecar = os.environ["OSCAR_TEST_MODEL"], os.environ["OSCAR_TEST_SIDECAR"]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    draw = random.Random(0)
+    for what, items in (
+        ("digits", ["".join(draw.choices("0123456789", k=12)) for _ in range(6)]),
+        ("UUIDs", [str(uuid.UUID(int=draw.getrandbits(128))) for _ in range(6)]),
+    ):
+        listed = tokenizer("\n".join(f"Item {n}: {item}" for n, item in enumerate(items))).input_ids
+        prompt = listed + ids(200, 4) + listed
+        first = len(prompt) - len(listed)
+        came = {}
+        for dtype in ("auto", "oscar"):
+            llm = engine(
+                Path(model), dtype, {"sidecar": sidecar, "sink": 64, "window": 64}, max_num_batched_tokens=first
+            )
+            (output,) = answers(llm, [prompt], 1, prompt_logprobs=0)
+            ranks = [output.prompt_logprobs[at][prompt[at]].rank for at in range(first + 40, len(prompt))]
+            came[dtype] = sum(rank == 1 for rank in ranks) / len(ranks)
+            close(llm)
+        right = came["oscar"] > came["auto"] - 0.05
+        yield f"llama.cpp#23693, {what}", right, f"copied right: {came['oscar']:.0%}, with auto {came['auto']:.0%}"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("groups", nargs="*", choices=[*GROUPS, []], help=f"of {', '.join(GROUPS)}")

@@ -166,6 +166,7 @@ def gpu_cases() -> list[Case]:
         Case(head_size=80, lengths=long, kv_heads=2, turning=2),
         Case(head_size=256, lengths=long, kv_heads=2, turning=8, ratio=16),
         Case(lengths=mixed, kv_heads=2, block_size=64, layers=0),
+        *(Case(lengths=(320, 1000), kv_heads=2, ratio=ratio) for ratio in (3, 5, 6, 7, 12, 14)),
         Case(lengths=(320, 1000), kv_heads=2, saturated=True),
         Case(head_size=64, lengths=(320, 1000), kv_heads=2, dtype=torch.float16, saturated=True),
         Case(lengths=(320, 1000), kv_heads=2, value_size=1e-7),

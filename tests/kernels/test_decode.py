@@ -27,6 +27,7 @@ pytestmark = pytest.mark.kernels
         Case(head_size=192, lengths=(90, 16)),
         Case(head_size=256, lengths=(90, 33)),
         Case(lengths=(90, 33), ratio=16),
+        *(Case(lengths=(33,), ratio=ratio) for ratio in (5, 6, 12, 14)),
         Case(lengths=(33, 16), sink=0, window=1),
         Case(lengths=(90, 33), sink=64, window=256),
         Case(lengths=(33, 160), soft_cap=5.0, dtype=torch.float16),
