@@ -1,7 +1,13 @@
 """What the layers of one engine share: options, sidecar, size of the pool, slot tables, counters.
 
 There is one per model, made by its first layer and found by the others through vLLM's own table of layers, so that
-a process may hold several engines and nothing of ours is global.
+a process may hold several engines and nothing of ours is global. Who calls whom, in vLLM's order:
+
+    layers built         the first makes the runtime: options, sidecar
+    weights loaded       the first layer plans the pool; each layer gets its calibration and its copies
+    pages allocated      a builder for each KV-cache group finds its layers; GPUs: warm_up rehearses steps through them
+    a step               each builder takes its group's slot table (made in the first step), hands out slots, maps copies;
+                         then each layer writes and attends, with what its builder returned
 """
 
 import logging
