@@ -6,8 +6,8 @@ a process may hold several engines and nothing of ours is global. Who calls whom
     layers built         the first makes the runtime: options, sidecar
     weights loaded       the first layer plans the pool; each layer gets its calibration and its copies
     pages allocated      a builder for each KV-cache group finds its layers; GPUs: warm_up rehearses steps through them
-    a step               each builder takes its group's slot table (made in the first step), hands out slots, maps copies;
-                         then each layer writes and attends, with what its builder returned
+    a step               each builder takes its group's slot table (made in the first step), hands out slots, maps
+                         copies; then each layer writes and attends, with what its builder returned
 """
 
 import logging
