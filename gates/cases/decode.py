@@ -65,7 +65,8 @@ def inputs(case: Case, device: torch.device | str, seed: int = 0) -> tuple[Cache
         case.layout, list(case.lengths), case.kv_heads, case.dtype, contract, case.order, seed, device,
         saturated=case.saturated, value_size=case.value_size,
     )  # fmt: skip
-    free_before_window(cache, [length - case.q_len for length in case.lengths], case.sliding_window)
+    before = [length - queries for length, queries in zip(case.lengths, case.each, strict=True)]
+    free_before_window(cache, before, case.sliding_window)
     generator = torch.Generator(device=device).manual_seed(seed + 1)
     mean = turning_mean(case.kv_heads, case.head_size, case.turning, TURNING / 2, generator)
     cache = replace(cache, key=replace(cache.key, turning=mean))
@@ -171,6 +172,7 @@ def gpu_cases() -> list[Case]:
         Case(head_size=64, lengths=(320, 1000), kv_heads=2, dtype=torch.float16, saturated=True),
         Case(lengths=(320, 1000), kv_heads=2, value_size=1e-7),
         Case(head_size=64, lengths=(1001, 1345), kv_heads=2, sliding_window=300),
+        Case(head_size=64, lengths=(1001, 1345, 1346), kv_heads=2, q_len=5, queries=(1, 5, 2), sliding_window=300),
         Case(head_size=64, lengths=(*mixed, 0), kv_heads=8, ratio=8, block_size=64, sinks=True),
         Case(head_size=64, lengths=(*mixed, 20000), kv_heads=8, ratio=8, sliding_window=128, sinks=True),
         Case(lengths=(3000, 70, 4), kv_heads=2, q_len=4, turning=8, sinks=True, dtype=torch.float16),

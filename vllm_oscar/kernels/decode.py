@@ -542,7 +542,7 @@ def _decode(
     first_seen = 0
     SLIDING_WINDOW: tl.constexpr = FORM.sliding_window
     if SLIDING_WINDOW:
-        first_seen = length - Q_LEN + 1 - SLIDING_WINDOW
+        first_seen = length - queries + 1 - SLIDING_WINDOW
     copies += (seq * (tl.num_programs(0) // TILES) + place // TILES) * CAPACITY
     origin = window_origin(length, Q_LEN, WINDOW, T)
     before = tl.cdiv(fast_lo - lo, T)
