@@ -207,6 +207,7 @@ def test_prometheus_reads_the_metrics_and_the_dashboard_asks_for_what_is_there(s
     assert kinds == {
         "vllm:oscar_pool_blocks": "gauge",
         "vllm:oscar_used_blocks": "gauge",
+        "vllm:oscar_sink_tokens": "gauge",
         "vllm:oscar_window_tokens": "gauge",
         "vllm:oscar_shrunk_steps": "counter",
         "vllm:oscar_evicted_blocks": "counter",
