@@ -86,9 +86,9 @@ def fill(
     saturated: bool = False,
     value_size: float = 1.0,
 ) -> Cache:
-    """A cache of sequences in random blocks. Not every block has a slot, and not every row in a slot is proven:
-    unproven rows hold NaN, proven ones are there outside the contract too. If `saturated`, some rows are as large as
-    rows can be, and transforms such that raw ones are not; value_size: see `transform`."""
+    """A cache of sequences in random blocks. Not every block has a slot, not every token of it a copy, and not every
+    copy is proven: unproven rows hold NaN, proven ones are there outside the contract too. If `saturated`, some rows
+    are as large as rows can be, and transforms such that raw ones are not; value_size: see `transform`."""
     device = torch.device(device)
     generator = torch.Generator(device=device).manual_seed(seed)
     p, d = layout.block_size, layout.head_size
@@ -126,6 +126,7 @@ def fill(
         has = torch.rand(count, generator=generator, device=device) < copied
         table.slot_of_block[own.long()] = torch.where(has, slots, -1)
         slot = slots[token // p].long()
+        table.written[slot, off] = (torch.rand(length, generator=generator, device=device) < 0.9).to(torch.uint8)
         pool.rows[slot, :, :, off] = rows.transpose(0, 1).transpose(1, 2)
         pool.words[slot, :, off] = page_words(views.meta[at])[torch.arange(length, device=device), :, off]
         stale = torch.rand(length, heads, generator=generator, device=device) < 1 - copied

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, page_words
+from vllm_oscar.hot_pool import NO_SLOT, HotPool, SlotTable, in_contract, page_words
 from vllm_oscar.page_layout import KEY, VALUE, PageViews
 from vllm_oscar.quantizer import decode
 from vllm_oscar.rotation import Transform
@@ -60,17 +60,6 @@ def first_seen(before: int, sliding_window: int | None) -> int:
     return 0 if sliding_window is None else max(0, before + 1 - sliding_window)
 
 
-def in_contract(tokens: int, before: int, sink: int, window: int, device: torch.device | None = None) -> torch.Tensor:
-    """Which of the first `tokens` tokens the contract lets a step read in BF16: j < S or j >= c + 1 - W.
-
-    Args:
-        tokens: stored tokens that the step reads
-        before: c, tokens of the request before the step
-    """
-    position = torch.arange(tokens, device=device)
-    return (position < sink) | (position >= before + 1 - window)
-
-
 def read_rows(
     views: PageViews,
     pool: HotPool,
@@ -103,9 +92,10 @@ def read_rows(
     sink, window = table.limits.tolist()
     slots = table.slot_of_block[blocks].long()
     p = views.meta.shape[2]
-    wanted = in_contract(tokens, before, sink, window, key.device)
-    wanted[:first] = False
-    copied = (slots != NO_SLOT).repeat_interleave(p)[:tokens] & wanted
+    position = torch.arange(tokens, device=key.device)
+    wanted = in_contract(position, before, sink, window) & (position >= first)
+    written = (table.written[slots] > 0) & (slots != NO_SLOT)[:, None]  # (blocks, P)
+    copied = written.flatten()[:tokens] & wanted
     hot = torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
     token = copied.nonzero()[:, 0]
     if token.numel():

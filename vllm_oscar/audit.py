@@ -41,6 +41,7 @@ def check_table(table: SlotTable) -> None:
     _holds("a slot's block is one of the cache's", (block >= -1) & (block < blocks.shape[0]))
     _holds("a block's slot holds that block", (slot == NO_SLOT) | (block[slot.clamp(min=0)] == blocks))
     _holds("a slot's block has that slot", (block < 0) | (slot[block.clamp(min=0)] == slots))
+    _holds("a slot without a block has no copies", (block >= 0) | (table.written[:-1] == 0).all(-1))
     _holds("as many slots are taken as blocks have one", ((slot >= 0).sum() == (block >= 0).sum())[None])
     _holds("masked writes leave nothing", torch.stack([table.slot_of_block[-1], table.block_of_slot[-1]]) == -1)
 
@@ -70,6 +71,7 @@ def check_places(table: SlotTable, slot_mapping: torch.Tensor, hot_slot_mapping:
     _holds("a copy goes into a slot of the pool", place < table.num_slots * p)
     _holds("a copy goes into its block's slot", table.block_of_slot[place // p] == page // p)
     _holds("a copy has its token's place in the block", place % p == page % p)
+    _holds("a copy is marked as one", table.written[place // p, place % p] > 0)
     _holds("no two copies go into one place", torch.tensor([place.unique().numel() == place.numel()]))
 
 
@@ -103,7 +105,7 @@ def check_copies(table: SlotTable, pool: HotPool, views: PageViews, cache_layer:
     slots = (table.block_of_slot[:-1] >= 0).nonzero()[:, 0]
     blocks = table.block_of_slot[slots].long()
     meta = views.meta[blocks]
-    proven = (pool.words[slots] == page_words(meta)).all(-1)  # (slots, heads, P)
+    proven = (pool.words[slots] == page_words(meta)).all(-1) & (table.written[slots] > 0)[:, None]  # (slots, heads, P)
     for which, codec, name in ((KEY, cache_layer.key, "key"), (VALUE, cache_layer.value, "value")):
         pair = meta[..., which, :, :]
         page = decode(views.codes(which, blocks), pair[..., 0], pair[..., 1])

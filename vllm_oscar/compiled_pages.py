@@ -139,6 +139,7 @@ def read_rows(
         pool.words.numpy(),
         blocks.numpy(),
         table.slot_of_block.numpy(),
+        table.written.numpy(),
         first_seen(before, sliding_window),
         sink,
         before + 1 - window,
@@ -159,6 +160,7 @@ def _read_rows(
     copied_words,
     blocks,
     slots,
+    written,
     first,
     sink,
     recent,
@@ -173,6 +175,7 @@ def _read_rows(
     copies: int16 (slots, heads, 2, P, D)
     blocks: int64, those of the request in order
     slots: int32, of each block
+    written: uint8 (slots + 1, P), see SlotTable
     first: token from which on rows are read
     sink, recent: tokens before the one and from the other on are read from copies
     half_values, values: see `_values`
@@ -187,7 +190,7 @@ def _read_rows(
         for token in range(first, tokens):
             block, at = blocks[token // block_size], token % block_size
             slot = slots[block]
-            proven = slot != NO_SLOT and (token < sink or token >= recent)
+            proven = slot != NO_SLOT and written[slot, at] > 0 and (token < sink or token >= recent)
             for pair in range(pairs):
                 proven = proven and words[block, head, at, pair] == copied_words[slot, head, at, pair]
             hot[token, head] = proven

@@ -1,10 +1,14 @@
 """BF16 copies of the sink and the recent tokens, keyed by physical block and proven by the page itself.
 
 INT2 is always complete. In addition, tokens that the contract below names have a copy of their transformed row in a
-slot of the pool. A slot holds one vLLM block's tokens; which block, `SlotTable.slot_of_block` says. Next to each
-row the slot keeps the scale and offset words that the page held when both were written: a reader compares them with
-the page's words as integers and uses the row only if they agree. A block that was freed, reused, copied or restored
-behind our back therefore reads as INT2 by itself, and no event from the scheduler is needed.
+slot of the pool. A slot holds one vLLM block's tokens; which block, `SlotTable.slot_of_block` says, and which of them
+have a copy, `SlotTable.written`. It follows every write to a page that is ours: a token that is written without a copy,
+or a slot that goes to another block, leaves none behind. So whatever the scheduler does with a block, no other token's
+copy is read, and no event from it is needed.
+
+Pages may also change behind our back: a sleep discards them. So next to each row the slot keeps the scale and offset
+words that the page held when both were written; a reader compares them with the page's words as integers, and uses the
+row only if they agree.
 
 The contract. Let c be the tokens of a request before this step. Token j is read in BF16 if and only if its copy is
 proven and
@@ -24,7 +28,19 @@ from vllm_oscar.page_layout import PageLayout
 NO_SLOT = -1
 FLOOR = 0  # rank of a block without which a request cannot be served, see SlotTable.allocate
 UNNEEDED = 1 << 20  # rank of a block that this step does not need
-FREE, UNPROVEN, WINDOW, SINK, IN_FLIGHT = range(5)  # kinds of slots, in the order in which they are given away
+FREE, EMPTY, WINDOW, SINK, IN_FLIGHT = range(5)  # kinds of slots, in the order in which they are given away
+
+
+def in_contract(
+    position: torch.Tensor, before: int | torch.Tensor, sink: int | torch.Tensor, window: int | torch.Tensor
+) -> torch.Tensor:
+    """Which tokens the contract lets a step read in BF16: j < S or j >= c + 1 - W.
+
+    Args:
+        position: j, int (tokens,)
+        before: c, tokens of the request before the step
+    """
+    return (position < sink) | (position >= before + 1 - window)
 
 
 @dataclass(frozen=True)
@@ -85,6 +101,7 @@ class SlotTable:
     Attributes:
         slot_of_block: int32 (blocks + 1,), NO_SLOT where a block has none; the last element takes masked writes
         block_of_slot: int32 (slots + 1,), -1 where a slot is free; the last element takes masked writes
+        written: uint8 (slots + 1, P), which tokens of the slot's block have a copy; the last row takes masked writes
         last_step: int32 (slots + 1,), the step in which the slot was last needed
         is_sink: bool (slots + 1,)
         limits: int32 (2,), the sink and the window that hold in this step (smaller than asked for when the
@@ -100,6 +117,7 @@ class SlotTable:
     contract: HotContract
     slot_of_block: torch.Tensor
     block_of_slot: torch.Tensor
+    written: torch.Tensor
     last_step: torch.Tensor
     is_sink: torch.Tensor
     limits: torch.Tensor
@@ -119,19 +137,20 @@ class SlotTable:
         in_flight: int = 1,
         sliding_window: int | None = None,
     ) -> "SlotTable":
-        def made(size: int, dtype: torch.dtype) -> torch.Tensor:
+        def made(*size: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         table = cls(
             contract,
-            slot_of_block=made(num_blocks + 1, torch.int32),
-            block_of_slot=made(num_slots + 1, torch.int32),
-            last_step=made(num_slots + 1, torch.int32),
-            is_sink=made(num_slots + 1, torch.bool),
-            limits=made(2, torch.int32),
-            evictions=made(1, torch.int64),
-            shrunk_steps=made(1, torch.int64),
-            step=made(1, torch.int32),
+            slot_of_block=made(num_blocks + 1, dtype=torch.int32),
+            block_of_slot=made(num_slots + 1, dtype=torch.int32),
+            written=made(num_slots + 1, contract.block_size, dtype=torch.uint8),
+            last_step=made(num_slots + 1, dtype=torch.int32),
+            is_sink=made(num_slots + 1, dtype=torch.bool),
+            limits=made(2, dtype=torch.int32),
+            evictions=made(1, dtype=torch.int64),
+            shrunk_steps=made(1, dtype=torch.int64),
+            step=made(1, dtype=torch.int32),
             in_flight=in_flight,
             sliding_window=sliding_window,
         )
@@ -144,7 +163,7 @@ class SlotTable:
         self.block_of_slot.fill_(-1)
         self.limits[:1].fill_(self.contract.sink)
         self.limits[1:].fill_(self.contract.window)
-        for counts in (self.last_step, self.is_sink, self.evictions, self.shrunk_steps, self.step):
+        for counts in (self.written, self.last_step, self.is_sink, self.evictions, self.shrunk_steps, self.step):
             counts.zero_()
 
     @property
@@ -162,7 +181,6 @@ class SlotTable:
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         decode_threshold: int,
-        proven: torch.Tensor,
     ) -> None:
         """Give every block that this step needs a slot; calling it again with the same arguments changes nothing
         but the step number.
@@ -177,7 +195,6 @@ class SlotTable:
             seq_lens: int32 (requests,), tokens after this step; 0 for padding rows
             query_start_loc: int32 (requests + 1,)
             decode_threshold: longest query that reads its own tokens from the pool
-            proven: bool (slots,), whether a slot still matches its page (see `proven_slots`)
         """
         contract = self.contract
         self.step += 1
@@ -212,7 +229,7 @@ class SlotTable:
         self.last_step.scatter_(0, kept_slot, self.step.expand(kept_slot.shape))
         self.is_sink[kept_slot] = sink_block[block].bool()
 
-        victims = self._victims(proven)
+        victims = self._victims()
         missing = needed & ~kept
         order = (missing.long().cumsum(0) - 1).clamp(0, spare - 1)
         new_slot = torch.where(missing, victims[order], spare)
@@ -222,6 +239,7 @@ class SlotTable:
         self.slot_of_block[torch.where(evicted, old_block, num_blocks)] = NO_SLOT
         self.slot_of_block[torch.where(missing, block, num_blocks)] = new_slot.int()
         self.block_of_slot[new_slot] = block.int()
+        self.written[new_slot] = 0
         self.last_step.scatter_(0, new_slot, self.step.expand(new_slot.shape))
         self.is_sink[new_slot] = sink_block[block].bool()
         self.slot_of_block[num_blocks] = NO_SLOT
@@ -267,17 +285,17 @@ class SlotTable:
         self.limits.copy_(torch.stack([sink, window]))
         self.shrunk_steps += (level < contract.levels - 1).long()
 
-    def _victims(self, proven: torch.Tensor) -> torch.Tensor:
+    def _victims(self) -> torch.Tensor:
         """Slots in the order in which they may be given away, int64 (slots,); those needed now, or by another batch in
         flight, come last."""
         last_step, block = self.last_step[:-1].long(), self.block_of_slot[:-1]
         kind = torch.where(self.is_sink[:-1], SINK, WINDOW)
-        kind = torch.where(proven, kind, UNPROVEN)
+        kind = torch.where((self.written[:-1] > 0).any(-1), kind, EMPTY)
         kind = torch.where(self.step - last_step < self.in_flight, IN_FLIGHT, kind)
         kind = torch.where(block < 0, FREE, kind)
         return torch.argsort((kind << 32) | last_step, stable=True)
 
-    def hot_slot_mapping(
+    def map_copies(
         self,
         slot_mapping: torch.Tensor,
         positions: torch.Tensor,
@@ -285,10 +303,8 @@ class SlotTable:
         after: torch.Tensor,
         short: torch.Tensor,
     ) -> torch.Tensor:
-        """Where each new token's copy goes, int64 (tokens,): slot * P + offset, or -1 for no copy.
-
-        Only tokens that the contract can name later get one, so that a slot left over from another use of its
-        block loses its proof as soon as the block is written again.
+        """Where each new token's copy goes, int64 (tokens,): slot * P + offset, or -1 for no copy. The step that writes
+        them has to follow: `written` is as it leaves it.
 
         Args:
             slot_mapping: int64 (tokens,), vLLM's block * block_size + offset, or -1
@@ -297,11 +313,12 @@ class SlotTable:
             short: bool (tokens,), whether its request decodes (and so reads its own tokens from the pool)
         """
         p = self.contract.block_size
-        sink, window = self.limits[0], self.limits[1]
-        hot = (positions < sink) | (positions >= after + 1 - window) | (short & (positions >= before))
+        hot = in_contract(positions, after, self.limits[0], self.limits[1]) | (short & (positions >= before))
         block = torch.where(slot_mapping >= 0, slot_mapping // p, self.slot_of_block.shape[0] - 1)
         slot = self.slot_of_block[block].long()
-        return torch.where(hot & (slot != NO_SLOT) & (slot_mapping >= 0), slot * p + slot_mapping % p, -1)
+        held = (slot != NO_SLOT) & (slot_mapping >= 0)
+        self.written[torch.where(held, slot, self.num_slots), slot_mapping % p] = hot.to(torch.uint8)
+        return torch.where(hot & held, slot * p + slot_mapping % p, -1)
 
 
 @dataclass
@@ -332,15 +349,6 @@ class HotPool:
         """Bytes of one slot of one layer."""
         row = 2 * layout.head_size * dtype.itemsize
         return num_kv_heads * layout.block_size * (row + 2 * layout.groups * 4)
-
-    def proven_slots(self, page_words: torch.Tensor, table: SlotTable) -> torch.Tensor:
-        """Which slots match their page in at least one token, bool (slots,).
-
-        Args:
-            page_words: int32 (blocks, heads, P, 2 * groups), see `page_words`
-        """
-        block = table.block_of_slot[:-1].clamp(min=0).long()
-        return (self.words[:, 0] == page_words[block, 0]).all(-1).any(-1)
 
 
 def page_words(meta: torch.Tensor) -> torch.Tensor:

@@ -128,6 +128,7 @@ class Bench:
         self.block_tables = tables
         own = torch.cat(hot_blocks).unique()
         self.table = SlotTable.empty(contract, blocks, own.shape[0], device)
+        self.table.written.fill_(1)
         self.table.slot_of_block[own.long()] = torch.arange(own.shape[0], dtype=torch.int32, device=device)
         self.pool = HotPool.allocate(layout, own.shape[0], heads, torch.bfloat16, device)
         self.pool.rows.normal_(generator=generator)

@@ -81,7 +81,8 @@ def reencoding(requests: int, head_size: int = 128, heads: int = 8, layers: int 
     after = torch.full((requests,), tokens - 5, dtype=torch.int32, device=DEVICE)
 
     def give() -> None:
-        slots.allocate(table, scratch, block_table, after, starts, 1, pages[0], layout, pools[0])
+        slots.allocate(table, scratch, block_table, after, starts, 1)
+        table.written.fill_(1)
 
     shape = f"D{head_size} H{heads} B{requests}"
     yield {"what": "slots allocate, kept", "shape": shape, "us": graph_time([give])}
@@ -98,9 +99,9 @@ def reencoding(requests: int, head_size: int = 128, heads: int = 8, layers: int 
     hot = torch.empty_like(places)
 
     def mapping() -> None:
-        slots.hot_slot_mapping(table, places, starts, after, 1, hot)
+        slots.map_copies(table, places, starts, after, 1, hot)
 
-    yield {"what": "hot_slot_mapping", "shape": shape, "us": graph_time([mapping])}
+    yield {"what": "map_copies", "shape": shape, "us": graph_time([mapping])}
 
     every = ReencodeTable.of(layout, pages, pools, [metric] * layers, [1.05] * layers)
     space = workspace(layout, DEVICE)

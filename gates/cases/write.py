@@ -179,6 +179,7 @@ def _reencode_all(case: Case, pages: torch.Tensor, pool: HotPool, metric: Metric
     block_table = torch.arange(1, pages.shape[0] - 1, dtype=torch.int32, device=device)[None]
     # the last batch goes beyond the tokens, into the null block, which has no slot
     table.slot_of_block[0] = -1
+    table.written.fill_(1)
     block_table = torch.nn.functional.pad(block_table, (0, -(-BATCH // case.block_size)))
     query_start_loc = torch.tensor([0, 1], dtype=torch.int32, device=device)
     grown = 4

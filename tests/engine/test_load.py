@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from vllm_oscar import audit
-from vllm_oscar.attention import in_contract
 from vllm_oscar.errors import PoolError
-from vllm_oscar.hot_pool import HotContract, HotPool
+from vllm_oscar.hot_pool import HotContract, HotPool, in_contract
 from vllm_oscar.page_layout import PageLayout
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def slots_needed(engine: Engine) -> int:
     for request in engine.scheduler.running:
         (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
         tokens = request.num_computed_tokens
-        hot = in_contract(tokens, tokens, CONTRACT.sink, CONTRACT.window).nonzero()[:, 0]
+        hot = in_contract(torch.arange(tokens), tokens, CONTRACT.sink, CONTRACT.window).nonzero()[:, 0]
         named |= {blocks[position // CONTRACT.block_size] for position in hot.tolist()}
     return len(named)
 

@@ -25,8 +25,8 @@ import torch
 
 from tests.engine.conftest import divergence
 from vllm_oscar import audit
-from vllm_oscar.attention import in_contract
 from vllm_oscar.errors import ConfigError
+from vllm_oscar.hot_pool import in_contract
 from vllm_oscar.page_layout import KEY
 
 if TYPE_CHECKING:
@@ -292,7 +292,8 @@ def test_speculation(
             assert_greedy(answer, alone)
         for past, (key, value, hot) in zip(pasts, result["stored"], strict=True):
             wanted = plain.stored(0, "alone", tokens, tokens + past)
-            assert torch.equal(hot, in_contract(tokens, tokens + past, SINK, WINDOW)[:, None].expand_as(hot))
+            named = in_contract(torch.arange(tokens), tokens + past, SINK, WINDOW)
+            assert torch.equal(hot, named[:, None].expand_as(hot))
             assert torch.equal(hot, wanted.hot)
             for got, row in ((key, wanted.key), (value, wanted.value)):
                 assert float(((got - row).norm(dim=-1) / row.norm(dim=-1)).max()) < 0.01

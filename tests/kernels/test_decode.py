@@ -27,6 +27,7 @@ pytestmark = pytest.mark.kernels
         Case(head_size=192, lengths=(90, 16)),
         Case(head_size=256, lengths=(90, 33)),
         Case(lengths=(90, 33), ratio=16),
+        *(Case(lengths=(33,), ratio=ratio) for ratio in (5, 6, 12, 14)),
         Case(lengths=(33, 16), sink=0, window=1),
         Case(lengths=(90, 33), sink=64, window=256),
         Case(lengths=(33, 160), soft_cap=5.0, dtype=torch.float16),
@@ -50,6 +51,7 @@ pytestmark = pytest.mark.kernels
         Case(lengths=(33, 160), value_size=1e-7),
         Case(head_size=64, lengths=(145, 200), sliding_window=20),  # granules begin in blocks that are gone
         Case(head_size=64, lengths=(145, 200), sliding_window=20, q_len=3, soft_cap=5.0),
+        Case(head_size=64, lengths=(145, 200), sliding_window=20, q_len=9, queries=(1, 2)),
         Case(head_size=64, lengths=(33, 160, 0), ratio=8, sinks=True),
         Case(lengths=(33, 100), q_len=5, ratio=8, sliding_window=40, turning=3, sinks=True),
         Case(lengths=(33, 160), soft_cap=5.0, dtype=torch.float16, sinks=True),

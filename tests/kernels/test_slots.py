@@ -6,11 +6,11 @@ import torch
 from gates.cases.slots import Case, check
 from vllm_oscar.errors import PoolError
 from vllm_oscar.hot_pool import HotContract, SlotTable
-from vllm_oscar.kernels.slots import hot_slot_mapping
+from vllm_oscar.kernels.slots import map_copies
 
 pytestmark = pytest.mark.kernels
 CASES = [
-    Case(64, 256, 18, block_size=64, stride=1 << 27),
+    Case(64, 256, 18, block_size=64),
     Case(16, 33, 9),
     Case(0, 1, 6),
     Case(20, 100, 14),
@@ -34,4 +34,4 @@ def test_a_step_longer_than_its_buffers_is_refused(short: int) -> None:
     out, positions = torch.zeros(room[0], dtype=torch.int64), torch.zeros(room[1], dtype=torch.int32)
     starts, places = torch.tensor([0, 9], dtype=torch.int32), torch.full((9,), -1)
     with pytest.raises(PoolError, match="9 tokens, and room to map 8"):
-        hot_slot_mapping(table, places, starts, starts[1:], 1, out, positions)
+        map_copies(table, places, starts, starts[1:], 1, out, positions)

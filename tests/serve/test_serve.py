@@ -46,6 +46,7 @@ def server(model_path: Path, cache: Path, tmp_path_factory: pytest.TempPathFacto
             model, tmp_path_factory.mktemp("log") / "serve.log",
             {"sink": 16, "window": 48, "calibrate": "--sequences 1 --length 1024"},
             "--max-model-len", 1280, "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+            "--enable-prompt-tokens-details",
             command=["oscar", "serve"],
         )  # fmt: skip
     server.wait_until_ready()
@@ -101,6 +102,20 @@ def test_a_chat_answer_streams(client: Any) -> None:
     usage = chunks[-1].usage
     assert len([chunk for chunk in chunks if chunk.choices and chunk.choices[0].delta.content]) > 3
     assert usage.completion_tokens <= 24
+
+
+def test_a_completion_echoes_its_prompt_and_says_what_was_found(client: Any) -> None:
+    prompt = "The five boxing wizards jump quickly. " * 12
+    asked: dict[str, Any] = {"model": "small", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    echoed = client.completions.create(**asked, echo=True, logprobs=1)
+    assert echoed.choices[0].text.startswith(prompt)
+    likely = echoed.choices[0].logprobs.token_logprobs
+    assert len(likely) == echoed.usage.prompt_tokens + 4
+    assert likely[0] is None
+    assert all(number <= 0 for number in likely[1:])
+    assert sum(likely[40:]) / len(likely[40:]) > -0.5  # it repeats
+    again = client.completions.create(**asked).usage
+    assert again.prompt_tokens_details.cached_tokens == (again.prompt_tokens - 1) // 16 * 16
 
 
 def test_a_tool_call_streams(client: Any) -> None:
@@ -197,6 +212,7 @@ def test_prometheus_reads_the_metrics_and_the_dashboard_asks_for_what_is_there(s
     assert kinds == {
         "vllm:oscar_pool_blocks": "gauge",
         "vllm:oscar_used_blocks": "gauge",
+        "vllm:oscar_sink_tokens": "gauge",
         "vllm:oscar_window_tokens": "gauge",
         "vllm:oscar_shrunk_steps": "counter",
         "vllm:oscar_evicted_blocks": "counter",

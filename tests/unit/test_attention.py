@@ -105,6 +105,7 @@ class Cache:
         for slot, block in enumerate(self.blocks.tolist()):  # in an order of their own
             self.table.slot_of_block[block] = (slot * 5) % num_slots
             self.table.block_of_slot[(slot * 5) % num_slots] = block
+            self.table.written[(slot * 5) % num_slots] = 1
         generator = torch.Generator().manual_seed(tokens)
         self.key, self.value = (torch.randn(tokens, 2, 64, generator=generator) for _ in range(2))
         position = torch.arange(tokens)
@@ -163,6 +164,13 @@ def test_a_copy_whose_words_differ_in_one_bit_is_not_read(which: str) -> None:
     assert torch.equal(rows.hot, wanted)
     assert torch.equal(rows.key[token, 0], cache.copies[token, 0])
     assert torch.equal(rows.key[token, 1], cache.int2(40, 39)[token, 1])
+
+
+def test_a_copy_that_is_not_the_tokens_is_not_read_whatever_its_words() -> None:
+    cache = Cache(40, 64, 8)
+    cache.table.written[cache.table.slot_of_block[cache.blocks[1]], 5] = 0
+    rows = read_rows(cache.views, cache.pool, cache.table, cache.blocks, 40, 39)
+    assert rows.hot[:, 0].tolist() == [j != P + 5 for j in range(40)]
 
 
 def test_a_block_without_a_slot_is_read_in_int2() -> None:

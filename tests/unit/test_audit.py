@@ -27,7 +27,6 @@ def table() -> SlotTable:
         torch.tensor([20], dtype=torch.int32),
         torch.tensor([0, 20], dtype=torch.int32),
         1,
-        torch.zeros(SLOTS, dtype=torch.bool),
     )
     assert made.block_of_slot.tolist() == [7, 3, -1, -1, -1]
     check_table(made)
@@ -42,6 +41,7 @@ def table() -> SlotTable:
         ("block_of_slot", 2, BLOCKS, "a slot's block is one of the cache's"),
         ("slot_of_block", 5, 0, "a block's slot holds that block"),
         ("block_of_slot", 2, 7, "a slot's block has that slot"),
+        ("written", 2, 1, "a slot without a block has no copies"),
         ("slot_of_block", BLOCKS, 1, "masked writes leave nothing"),
         ("block_of_slot", SLOTS, 7, "masked writes leave nothing"),
         ("limits", 0, 19, "the sink limit is the contract's, or whole blocks"),
@@ -78,6 +78,7 @@ def test_limits_that_shrank_are_sound(table: SlotTable) -> None:
 )
 def test_each_rule_of_a_steps_new_tokens(table: SlotTable, page: int, copy: int, rule: str) -> None:
     pages, copies = [7 * P + 4, 3 * P, 9 * P, -1], [4, P, -1, -1]
+    table.written[:2] = 1
     check_places(table, torch.tensor(pages), torch.tensor(copies))
     with pytest.raises(PoolError, match=f"broken rule: {rule}"):
         check_places(table, torch.tensor([*pages, page]), torch.tensor([*copies, copy]))
@@ -101,8 +102,14 @@ def written(table: SlotTable, layer: CacheLayer, rows: torch.Tensor) -> tuple[Ho
     token = torch.arange(2 * P)
     block = torch.tensor([7, 3])[token // P]
     places = block * P + token % P, table.slot_of_block[block] * P + token % P
+    table.written[:2] = 1
     layer.write(views, pool, rows[0], rows[1], token, *places)
     return pool, views
+
+
+def test_a_copy_that_is_not_marked_is_named(table: SlotTable) -> None:
+    with pytest.raises(PoolError, match="a copy is marked as one"):
+        check_places(table, torch.tensor([7 * P + 4]), torch.tensor([4]))
 
 
 def stale(pool: HotPool, which: int) -> None:
@@ -124,8 +131,11 @@ def test_a_proven_copy_is_of_the_row_in_the_page(
     damage(pool, which)
     with pytest.raises(PoolError, match=f"a proven {name} is the page's"):
         check_copies(table, pool, views, layer)
-    pool.words[1, 0, 9, 0] += 1  # then nobody reads it
-    check_copies(table, pool, views, layer)
+    for kept, spoilt in ((table.written, 0), (pool.words[:, 0, :, 0], 1)):  # then nobody reads it
+        was = kept[1, 9].item()
+        kept[1, 9] = spoilt
+        check_copies(table, pool, views, layer)
+        kept[1, 9] = was
 
 
 def hard_rows() -> torch.Tensor:

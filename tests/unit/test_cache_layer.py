@@ -124,13 +124,13 @@ def test_a_copy_proves_itself_until_its_token_is_written_again() -> None:
     case.write()
     table = SlotTable.empty(HotContract(16, 16, P), BLOCKS, SLOTS, CPU)
     table.slot_of_block[3], table.block_of_slot[2] = 2, 3
+    table.written[2] = 1
 
     def hot() -> list[bool]:
         rows = read_rows(case.views, case.pool, table, torch.tensor([3]), 16, 15)
         return rows.hot.all(-1).tolist()
 
     assert hot() == [True] + [False] * 14 + [True]
-    assert case.pool.proven_slots(case.views.meta.view(torch.int32).flatten(-3), table).tolist()[2]
     # the block is used again: other tokens in the same places, and no copy of them
     case.key, case.hot = case.key.flip(0), torch.full((5,), -1)
     case.write()

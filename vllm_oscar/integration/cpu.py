@@ -11,7 +11,7 @@ from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilde
 from vllm_oscar import attention
 from vllm_oscar.attention import StoredRows, attend, attend_fused
 from vllm_oscar.cache_layer import CacheLayer
-from vllm_oscar.hot_pool import SlotTable, page_words
+from vllm_oscar.hot_pool import SlotTable
 from vllm_oscar.integration.layer import OscarImpl
 from vllm_oscar.integration.runtime import OscarRuntime
 from vllm_oscar.page_layout import PageViews
@@ -41,7 +41,7 @@ class CpuMetadata(AttentionMetadata):
         block_table: int32 (requests, blocks)
         position: int64 (tokens,), of each new token in its request
         slot_mapping: int64 (tokens,)
-        hot_slot_mapping: int64 (tokens,), see SlotTable.hot_slot_mapping
+        hot_slot_mapping: int64 (tokens,), see SlotTable.map_copies
         table: which block has which slot
         decode_threshold: longest query that reads its own tokens from the pool
     """
@@ -72,11 +72,9 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
     ) -> CpuMetadata:
         common, threshold = common_attn_metadata, self.runtime.decode_threshold
         layer = self.vllm_config.compilation_config.static_forward_context[self.layer_names[0]]
-        impl: CpuImpl = layer.impl
         table = self.runtime.table(self.layer_names, layer.kv_cache.shape[0], self.device)
         seq_lens, query_start_loc = common.seq_lens.int(), common.query_start_loc.int()
-        proven = impl.pool.proven_slots(page_words(impl.views(layer.kv_cache).meta), table)
-        table.allocate(common.block_table_tensor, seq_lens, query_start_loc, threshold, proven)
+        table.allocate(common.block_table_tensor, seq_lens, query_start_loc, threshold)
 
         num_tokens = common.num_actual_tokens
         query_lens = query_start_loc[1:] - query_start_loc[:-1]
@@ -86,7 +84,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
         position = before + torch.arange(num_tokens) - query_start_loc[request]
         slot_mapping = common.slot_mapping[:num_tokens]
         short = (query_lens <= threshold)[request]
-        hot_slot_mapping = table.hot_slot_mapping(slot_mapping, position, before, after, short)
+        hot_slot_mapping = table.map_copies(slot_mapping, position, before, after, short)
         self.runtime.audit(self.layer_names, table, slot_mapping, hot_slot_mapping)
         self.runtime.watch()
         return CpuMetadata(

@@ -109,9 +109,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         pages = impl.pages(self.layers[0].kv_cache)
         table, scratch = self._table(pages)
         seq_lens, starts = common.seq_lens, common.query_start_loc
-        slots.allocate(
-            table, scratch, common.block_table_tensor, seq_lens, starts, threshold, pages, impl.layout, impl.pool
-        )
+        slots.allocate(table, scratch, common.block_table_tensor, seq_lens, starts, threshold)
         grown = self._rounds.step(min(common.max_query_len, threshold))
         if self._reencode is not None and grown:
             encode_metric.reencode(
@@ -126,7 +124,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
             )
         num_tokens = common.num_actual_tokens
         slot_mapping = common.slot_mapping[:num_tokens]
-        slots.hot_slot_mapping(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping, self.position)
+        slots.map_copies(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping, self.position)
         self.runtime.audit(self.layer_names, table, slot_mapping, self.hot_slot_mapping[:num_tokens])
 
         starts_cpu = common.query_start_loc_cpu

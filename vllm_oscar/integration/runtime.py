@@ -1,7 +1,13 @@
 """What the layers of one engine share: options, sidecar, size of the pool, slot tables, counters.
 
 There is one per model, made by its first layer and found by the others through vLLM's own table of layers, so that
-a process may hold several engines and nothing of ours is global.
+a process may hold several engines and nothing of ours is global. Who calls whom, in vLLM's order:
+
+    layers built         the first makes the runtime: options, sidecar
+    weights loaded       the first layer plans the pool; each layer gets its calibration and its copies
+    pages allocated      a builder for each KV-cache group finds its layers; GPUs: warm_up rehearses steps through them
+    a step               each builder takes its group's slot table (made in the first step), hands out slots, maps
+                         copies; then each layer writes and attends, with what its builder returned
 """
 
 import logging
@@ -169,6 +175,7 @@ class OscarRuntime:
                 f"BF16 blocks, but {requests} requests{pipeline} need at least {floor}: {remedy}"
             )
         self.pool_bytes = self.num_slots * slot_bytes
+        self._check_length(memory)
         cache = self.vllm_config.cache_config
         if cache.kv_cache_memory_bytes is not None:
             # an explicit size is not profiled, so the pool has to come out of it here
@@ -180,6 +187,30 @@ class OscarRuntime:
             self.pool_bytes / 2**30,
             self.num_slots // (contract.sink_blocks + contract.tail_blocks),
         )
+
+    def _check_length(self, memory: int) -> None:
+        """What vLLM would find as well, without a word of the pool.
+
+        Raises:
+            ConfigError: the longest request cannot fit into what the pool leaves.
+        """
+        model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
+        fitted = getattr(model, "original_max_model_len", None) == -1  # --max-model-len auto
+        if fitted or cache.num_gpu_blocks_override is not None:
+            return
+        block_size = cache.block_size
+        block = sum(
+            layer.layout.page_bytes(layer.num_kv_heads)
+            for layer in oscar_impls(self.vllm_config)
+            if layer.owns_cache and layer.sliding_window is None
+        )
+        left = max(0, memory - self.pool_bytes)
+        if -(-model.max_model_len // block_size) * block > left:
+            raise ConfigError(
+                f"pool_share {self.config.pool_share} leaves {left / 2**30:.2f} of {memory / 2**30:.2f} GiB for pages, "
+                f"too little for a request of {model.max_model_len} tokens: lower --max-model-len to "
+                f"{left // block * block_size}, lower pool_share in the oscar options, or give it more memory"
+            )
 
     def table(self, layer_names: list[str], num_blocks: int, device: torch.device) -> SlotTable:
         """The slot table of the KV-cache group that these layers belong to."""

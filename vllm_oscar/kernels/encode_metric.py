@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.hot_pool import HotPool, SlotTable
+from vllm_oscar.kernels.copies import find, proven
 from vllm_oscar.kernels.encode import (
     FIRST_STEP,
     finish,
@@ -502,7 +503,7 @@ def _pointer(pointers, layer, which: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["items", "grown", "table_stride"])
 def _reencode(
-    pointers, gains, block_table, seq_lens, query_start_loc, slot_of_block, scratch,
+    pointers, gains, block_table, seq_lens, query_start_loc, slot_of_block, written, scratch,
     items, layers, heads, threshold, grown, table_stride,
     page_block, page_head, row_slot, row_head, word_slot, word_head,
     D: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, BITS: tl.constexpr, META: tl.constexpr,
@@ -527,15 +528,13 @@ def _reencode(
             ok = j >= 0
             at = block_table + request.to(tl.int64) * table_stride + j // P
             block = tl.load(at, mask=ok, other=0).to(tl.int64)
-            slot = tl.load(slot_of_block + block, mask=ok, other=-1).to(tl.int64)
-            ok = ok & (slot >= 0)
             offset = j % P
+            slot = find(block, offset, ok, slot_of_block, written, P).to(tl.int64)
             meta = (pages + block * page_block + h * page_head + META + offset * META_BYTES).to(
                 tl.pointer_type(tl.int32)
             )
             proof = words + slot * word_slot + h * word_head + offset * (2 * GROUPS)
-            for g in tl.static_range(2 * GROUPS):
-                ok = ok & (tl.load(meta + g, mask=ok, other=0) == tl.load(proof + g, mask=ok, other=1))
+            ok = proven(meta, proof, slot >= 0, 2 * GROUPS)
             if tl.max(ok.to(tl.int32), 0) > 0:
                 units, found, _ = _encode(
                     rows + slot * row_slot + h * row_head + offset * D, ok,
@@ -576,8 +575,8 @@ def reencode(
     layers, layout = table.pointers.shape[0], table.layout
     items = seq_lens.shape[0] * triton.cdiv(layers, BATCH) * grown * table.heads
     _reencode[(min(items, scratch.shape[0]),)](
-        table.pointers, table.gains, block_table, seq_lens, query_start_loc, slots.slot_of_block, scratch,
-        items, layers, table.heads, decode_threshold, grown, block_table.stride(0), *table.page_strides,
+        table.pointers, table.gains, block_table, seq_lens, query_start_loc, slots.slot_of_block, slots.written,
+        scratch, items, layers, table.heads, decode_threshold, grown, block_table.stride(0), *table.page_strides,
         *table.row_strides, *table.word_strides,
         D=layout.head_size, P=layout.block_size, GROUPS=layout.groups, BITS=layout.key_bits,
         META=layout.meta_offset, META_BYTES=layout.meta_bytes, UNITS_PAD=units_padded(layout),

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.hot_pool import HotPool, SlotTable
+from vllm_oscar.kernels.copies import find, in_contract
 from vllm_oscar.kernels.encode import sanitised
 from vllm_oscar.kernels.product import product
 from vllm_oscar.kernels.reads import ReadCounter, add_reads
@@ -204,9 +205,9 @@ def _codes(plane, offset, d, here, D: tl.constexpr, P: tl.constexpr, BITS: tl.co
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _restore(
-    tiles, key, value, pages, rows, words, slot_of_block, limits, block_table, mean, step, vectors, inverse, out, reads,
-    key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot, word_head,
-    table_stride, out_which, out_token, out_head,
+    tiles, key, value, pages, rows, words, slot_of_block, written, limits, block_table, mean, step, vectors, inverse,
+    out, reads, key_token, key_head, value_token, value_head, page_block, page_head, row_slot, row_head, word_slot,
+    word_head, table_stride, out_which, out_token, out_head,
     D: tl.constexpr, D_PAD: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, VALUE_CODES: tl.constexpr,
     META: tl.constexpr, META_BYTES: tl.constexpr, DEPTH: tl.constexpr, N: tl.constexpr, LAYERS: tl.constexpr,
     SINK: tl.constexpr, KEY_BITS: tl.constexpr, VALUE_BITS: tl.constexpr, CENTRED: tl.constexpr,
@@ -241,9 +242,8 @@ def _restore(
     else:
         code = _codes(page + VALUE_CODES, offset, d, here, D, P, VALUE_BITS)
 
-    slot = tl.load(slot_of_block + block, mask=stored, other=-1)
-    wanted = (at < tl.load(limits)) | (at >= before + 1 - tl.load(limits + 1))
-    hot = stored & wanted & (slot >= 0)
+    slot = find(block, offset, stored & in_contract(at, before, limits), slot_of_block, written, P)
+    hot = slot >= 0
     slot = slot.to(tl.int64)
     meta = (page + META + offset * META_BYTES).to(tl.pointer_type(tl.int32))
     proof = words + slot * word_slot + h * word_head + offset * (2 * GROUPS)
@@ -322,7 +322,7 @@ def restore(
     heads, size = key.shape[1:]
     rows, words = pool.rows, pool.words
     _restore[(call.tiles.shape[0], heads, 2)](
-        call.tiles, key, value, pages, rows, words, table.slot_of_block, table.limits, block_table,
+        call.tiles, key, value, pages, rows, words, table.slot_of_block, table.written, table.limits, block_table,
         tables.mean, tables.step, tables.vectors, tables.inverse, out,
         reads.counts if reads else None,
         key.stride(0), key.stride(1), value.stride(0), value.stride(1), pages.stride(0), pages.stride(1),

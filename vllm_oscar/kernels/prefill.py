@@ -302,7 +302,7 @@ def prefill(
         reads: where the layer counts
         sink_logits: (query heads,), see `attention.attend`
     """
-    centred = not soft_cap and sink_logits is None  # these need the whole logit
+    centred = not soft_cap  # a soft cap acts on the whole logit
     for call in calls:
         restore(call, key, value, pages, layout, pool, table, block_table, tables, workspace.restored, reads, centred)
         asked = slice(call.first_query, call.last_query)

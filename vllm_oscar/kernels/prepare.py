@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
+from vllm_oscar.kernels.copies import find, in_contract, proven
 from vllm_oscar.kernels.dependent import supported, wait
 from vllm_oscar.kernels.reads import ReadCounter, add_reads
 from vllm_oscar.kernels.segments import tile_tokens
@@ -120,7 +121,7 @@ def _fold(
 
 @triton.jit
 def _find_copies(
-    pages32, words, slot_of_block, limits, table, length, before, copies, reads, first, head,
+    pages32, words, slot_of_block, written, limits, table, length, before, copies, reads, first, head,
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
     Q_LEN: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, LAYERS: tl.constexpr,
@@ -130,18 +131,14 @@ def _find_copies(
     are the page's."""
     i = first + tl.arange(0, TOKENS)
     token = tl.where(i < SINKS, i, window_origin(length, Q_LEN, WINDOW, T) + i - SINKS)
-    named = (token < tl.load(limits)) | (token >= before + 1 - tl.load(limits + 1))
-    named = named & (token < length) & (i < CAPACITY)
+    named = in_contract(token, before, limits) & (token < length) & (i < CAPACITY)
     block = tl.load(table + token // P, mask=named, other=0)
-    slot = tl.load(slot_of_block + block, mask=named, other=-1)
-    kept = slot >= 0
+    slot = find(block, token % P, named, slot_of_block, written, P)
     off = token % P * (2 * GROUPS)
     page = pages32 + block.to(tl.int64) * page_block_stride + head.to(tl.int64) * page_head_stride + META // 4 + off
     proof = words + slot.to(tl.int64) * words_slot_stride + head * words_head_stride + off
-    proven = kept
-    for w in tl.static_range(2 * GROUPS):
-        proven = proven & (tl.load(page + w, mask=kept, other=0) == tl.load(proof + w, mask=kept, other=0))
-    tl.store(copies + i, tl.where(proven, slot, -1), mask=i < CAPACITY)
+    copied = proven(page, proof, slot >= 0, 2 * GROUPS)
+    tl.store(copies + i, tl.where(copied, slot, -1), mask=i < CAPACITY)
     if LAYERS:
         start = 0
         if SLIDING_WINDOW:
@@ -151,15 +148,15 @@ def _find_copies(
         stored = tl.where(real & (first == 0), length - start, 0)
         sinks = tl.maximum(tl.minimum(stored, SINK - start), 0)
         once = (i < SINKS) | (token >= SINKS)  # tokens of both parts have an entry in each
-        copied = (real & proven & once & (token >= start)).to(tl.int32)
-        copied_sinks = tl.where(token < SINK, copied, 0)
-        add_reads(reads, tl.sum(copied, 0), stored, tl.sum(copied_sinks, 0), sinks, LAYERS)
+        read = (real & copied & once & (token >= start)).to(tl.int32)
+        copied_sinks = tl.where(token < SINK, read, 0)
+        add_reads(reads, tl.sum(read, 0), stored, tl.sum(copied_sinks, 0), sinks, LAYERS)
 
 
 @triton.jit(do_not_specialize=["ragged", "seqs", "table_stride"])
 def _prepare(
     query, starts, ragged, inverse, mean, vectors, folded, sums, seqs, scale, stride_token, stride_head,
-    pages32, words, slot_of_block, limits, block_table, seq_lens, copies, reads,
+    pages32, words, slot_of_block, written, limits, block_table, seq_lens, copies, reads,
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride, table_stride,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, DP: tl.constexpr, GROUPS: tl.constexpr, SEQS: tl.constexpr, CONSTANT: tl.constexpr,
@@ -184,7 +181,7 @@ def _prepare(
         seq = (program - folding) // chunks
         length = tl.load(seq_lens + seq)
         _find_copies(
-            pages32, words, slot_of_block, limits, block_table + seq.to(tl.int64) * table_stride,
+            pages32, words, slot_of_block, written, limits, block_table + seq.to(tl.int64) * table_stride,
             length, length - queries_of(starts, ragged, seq, seq >= 0, Q_LEN)[1],
             copies + (seq * HEADS + head) * CAPACITY, reads, (program - folding) % chunks * TOKENS, head,
             page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
@@ -255,7 +252,7 @@ def prepare(
     _prepare[(programs, heads)](
         query, *given_starts(query_starts, seq_lens), inverse, mean, vectors, folded, sums, seqs, scale,
         query.stride(0), query.stride(1),
-        pages, pool.words, table.slot_of_block, table.limits, block_table, seq_lens, copies,
+        pages, pool.words, table.slot_of_block, table.written, table.limits, block_table, seq_lens, copies,
         reads.counts if reads else None,
         pages.stride(0), pages.stride(1), pool.words.stride(0), pool.words.stride(1), block_table.stride(0),
         HEADS=heads, RATIO=query.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n,

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""SlotTable.allocate and SlotTable.hot_slot_mapping on the GPU, in two launches and one, without a sync.
+"""SlotTable.allocate and SlotTable.map_copies on the GPU, in two launches and one, without a sync.
 
 The first launch plans: its program 0 goes over the candidates of all requests several times (lowest rank of each
-block, how many blocks each rank adds, which have a slot), the others find out which slots still prove themselves.
+block, how many blocks each rank adds, which have a slot), the others find out which slots hold any copy.
 The second gives slots away: each slot counts the slots that go before it, and takes the missing block of that number.
 """
 
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from vllm_oscar.errors import PoolError
-from vllm_oscar.hot_pool import FLOOR, FREE, IN_FLIGHT, SINK, UNNEEDED, UNPROVEN, WINDOW, HotPool, SlotTable
-from vllm_oscar.page_layout import PageLayout
+from vllm_oscar.hot_pool import EMPTY, FLOOR, FREE, IN_FLIGHT, SINK, UNNEEDED, WINDOW, SlotTable
+from vllm_oscar.kernels.copies import in_contract
 
 _FLOOR = tl.constexpr(FLOOR)
 _UNNEEDED = tl.constexpr(UNNEEDED)
-_FREE, _UNPROVEN, _IN_FLIGHT = tl.constexpr(FREE), tl.constexpr(UNPROVEN), tl.constexpr(IN_FLIGHT)
+_FREE, _EMPTY, _IN_FLIGHT = tl.constexpr(FREE), tl.constexpr(EMPTY), tl.constexpr(IN_FLIGHT)
 _WINDOW, _SINK = tl.constexpr(WINDOW), tl.constexpr(SINK)
 _NOBODY = tl.constexpr(2**31 - 1)
 _AGES = tl.constexpr(1 << 28)  # a slot's key is kind * _AGES + how recently it was needed
@@ -37,14 +37,14 @@ class SlotScratch:
         missing: int32 (2, slots): blocks that need a slot, and whether they are sinks
         count: int32 (1,), how many are missing
         keys: int32 (slots,), what decides who gives its slot away first
-        proven: uint8 (slots,)
+        filled: uint8 (slots,), whether the slot holds any copy
     """
 
     blocks: torch.Tensor
     missing: torch.Tensor
     count: torch.Tensor
     keys: torch.Tensor
-    proven: torch.Tensor
+    filled: torch.Tensor
 
     @classmethod
     def of(cls, table: SlotTable) -> "SlotScratch":
@@ -105,25 +105,18 @@ def _candidate(
 @triton.jit(do_not_specialize=["total", "table_stride", "columns"])
 def _plan(
     block_table, seq_lens, query_start_loc, slot_of_block, block_of_slot, last_step, is_sink, limits, shrunk_steps,
-    step_count, blocks, missing, count, keys, proven, pages, words,
-    total, table_stride, columns, num_blocks, num_slots, slots_per_step, in_flight, threshold, page_block, word_slot,
+    step_count, blocks, missing, count, keys, filled, written,
+    total, table_stride, columns, num_blocks, num_slots, slots_per_step, in_flight, threshold,
     SINK: tl.constexpr, WINDOW: tl.constexpr, P: tl.constexpr, SLIDING_WINDOW: tl.constexpr, DEPTH: tl.constexpr,
-    LEVELS: tl.constexpr, LEVELS_PAD: tl.constexpr, CANDIDATES: tl.constexpr, WORDS: tl.constexpr, META: tl.constexpr,
+    LEVELS: tl.constexpr, LEVELS_PAD: tl.constexpr, CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """grid (1 + slot tiles)."""
-    if tl.program_id(0) > 0:  # which slots match their page in at least one token; the first head stands for all
+    if tl.program_id(0) > 0:
         s = (tl.program_id(0) - 1) * _SLOTS + tl.arange(0, _SLOTS)
         there = s < num_slots
-        block = tl.maximum(tl.load(block_of_slot + s, mask=there, other=0), 0).to(tl.int64)
-        token = tl.arange(0, P)
-        same = tl.full([_SLOTS, P], 1, tl.int32)
-        for word in tl.static_range(WORDS):
-            at = (pages + block * page_block + META).to(tl.pointer_type(tl.int32))
-            now = tl.load(at[:, None] + (token * WORDS + word)[None, :], mask=there[:, None], other=0)
-            at = words + s.to(tl.int64) * word_slot
-            then = tl.load(at[:, None] + (token * WORDS + word)[None, :], mask=there[:, None], other=0)
-            same = same & (now == then).to(tl.int32)
-        tl.store(proven + s, tl.max(same, 1).to(tl.uint8), mask=there)
+        at = written + s[:, None] * P + tl.arange(0, P)[None, :]
+        copies = tl.load(at, mask=there[:, None], other=0).to(tl.int32)
+        tl.store(filled + s, tl.max(copies, 1).to(tl.uint8), mask=there)
         return
 
     step = tl.load(step_count) + 1
@@ -207,31 +200,32 @@ def _plan(
 
 
 @triton.jit
-def _keys(s, num_slots, keys, proven):
+def _keys(s, num_slots, keys, filled):
     """Keys of slots s: by kind, then by age; less goes first."""
     there = s < num_slots
     key = tl.load(keys + s, mask=there, other=(_IN_FLIGHT + 1) * _AGES)
     kind = key // _AGES
-    stale = (tl.load(proven + s, mask=there, other=1) == 0) & ((kind == _WINDOW) | (kind == _SINK))
-    return tl.where(stale, key - (kind - _UNPROVEN) * _AGES, key)
+    empty = (tl.load(filled + s, mask=there, other=1) == 0) & ((kind == _WINDOW) | (kind == _SINK))
+    return tl.where(empty, key - (kind - _EMPTY) * _AGES, key)
 
 
 @triton.jit
 def _assign(
-    slot_of_block, block_of_slot, last_step, is_sink, evictions, step_count, missing, count, keys, proven, num_slots
-):
+    slot_of_block, block_of_slot, written, last_step, is_sink, evictions, step_count, missing, count, keys, filled,
+    num_slots, P: tl.constexpr,
+):  # fmt: skip
     """grid (slot tiles): the slot that k others go before takes the k-th missing block."""
     wanted = tl.load(count)
     if wanted == 0:
         return
     s = tl.program_id(0) * _SLOTS + tl.arange(0, _SLOTS)
-    key = _keys(s, num_slots, keys, proven)
+    key = _keys(s, num_slots, keys, filled)
     if tl.min(key, 0) >= _IN_FLIGHT * _AGES:
         return
     before = tl.zeros([_SLOTS], tl.int32)
     for base in tl.range(0, num_slots, _SCAN):
         other = base + tl.arange(0, _SCAN)
-        other_key = _keys(other, num_slots, keys, proven)
+        other_key = _keys(other, num_slots, keys, filled)
         goes_first = other_key[None, :] < key[:, None]
         goes_first = goes_first | ((other_key[None, :] == key[:, None]) & (other[None, :] < s[:, None]))
         before += tl.sum(goes_first.to(tl.int32), 1)
@@ -242,6 +236,8 @@ def _assign(
     tl.store(slot_of_block + old, -1, mask=evicted)
     tl.store(slot_of_block + block, s, mask=taken)
     tl.store(block_of_slot + s, block, mask=taken)
+    at = written + s[:, None] * P + tl.arange(0, P)[None, :]
+    tl.store(at, tl.zeros([_SLOTS, P], tl.uint8), mask=taken[:, None])
     tl.store(last_step + s, tl.load(step_count), mask=taken)
     tl.store(is_sink + s, tl.load(missing + num_slots + before, mask=taken, other=0).to(tl.uint8), mask=taken)
     tl.atomic_add(evictions, tl.sum(evicted.to(tl.int64), 0))
@@ -254,11 +250,8 @@ def allocate(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     decode_threshold: int,
-    pages: torch.Tensor,
-    layout: PageLayout,
-    pool: HotPool,
 ) -> None:
-    """SlotTable.allocate, with `proven` from the pages and pool of one layer of the group."""
+    """SlotTable.allocate."""
     contract = table.contract
     requests = seq_lens.shape[0]
     slots = table.num_slots
@@ -267,23 +260,22 @@ def allocate(
     _plan[(1 + triton.cdiv(slots, _SLOTS.value),)](
         block_table, seq_lens, query_start_loc, table.slot_of_block, table.block_of_slot, table.last_step, is_sink,
         table.limits, table.shrunk_steps, table.step, scratch.blocks, scratch.missing, scratch.count, scratch.keys,
-        scratch.proven, pages, pool.words,
+        scratch.filled, table.written,
         requests * contract.slots_per_request, block_table.stride(0), block_table.shape[1],
         table.slot_of_block.shape[0] - 1, slots, table.slots_per_step, table.in_flight, decode_threshold,
-        pages.stride(0), pool.words.stride(0),
         SINK=contract.sink, WINDOW=contract.window, P=contract.block_size, SLIDING_WINDOW=table.sliding_window or 0,
         DEPTH=contract.depth, LEVELS=contract.levels, LEVELS_PAD=levels_pad,
-        CANDIDATES=min(1024, _COUNTED // levels_pad), WORDS=2 * layout.groups, META=layout.meta_offset, num_warps=8,
+        CANDIDATES=min(1024, _COUNTED // levels_pad), num_warps=8,
     )  # fmt: skip
     _assign[(triton.cdiv(slots, _SLOTS.value),)](
-        table.slot_of_block, table.block_of_slot, table.last_step, is_sink, table.evictions, table.step,
-        scratch.missing, scratch.count, scratch.keys, scratch.proven, slots, num_warps=4,
+        table.slot_of_block, table.block_of_slot, table.written, table.last_step, is_sink, table.evictions, table.step,
+        scratch.missing, scratch.count, scratch.keys, scratch.filled, slots, P=contract.block_size, num_warps=4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens", "requests", "halvings"])
-def _hot_slot_mapping(
-    slot_mapping, query_start_loc, seq_lens, slot_of_block, limits, out, positions, tokens, requests, halvings,
+def _map_copies(
+    slot_mapping, query_start_loc, seq_lens, slot_of_block, written, limits, out, positions, tokens, requests, halvings,
     threshold, P: tl.constexpr,
 ):  # fmt: skip
     """grid (token tiles)."""
@@ -304,15 +296,15 @@ def _hot_slot_mapping(
     position = before + t - start
     if positions is not None:
         tl.store(positions + t, position, mask=t < tokens)
-    hot = (position < tl.load(limits)) | (position >= after + 1 - tl.load(limits + 1))
-    hot = hot | (query <= threshold)
+    hot = in_contract(position, after, limits) | (query <= threshold)
     place = tl.load(slot_mapping + t, mask=there, other=-1)
-    hot = hot & (place >= 0)
-    slot = tl.load(slot_of_block + place // P, mask=hot, other=-1)
-    tl.store(out + t, tl.where(hot & (slot >= 0), slot.to(tl.int64) * P + place % P, -1), mask=t < tokens)
+    slot = tl.load(slot_of_block + place // P, mask=place >= 0, other=-1)
+    copy = slot.to(tl.int64) * P + place % P
+    tl.store(written + copy, hot.to(tl.uint8), mask=slot >= 0)
+    tl.store(out + t, tl.where(hot & (slot >= 0), copy, -1), mask=t < tokens)
 
 
-def hot_slot_mapping(
+def map_copies(
     table: SlotTable,
     slot_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -321,7 +313,7 @@ def hot_slot_mapping(
     out: torch.Tensor,
     positions: torch.Tensor | None = None,
 ) -> None:
-    """SlotTable.hot_slot_mapping; positions follow from where each request's queries end.
+    """SlotTable.map_copies; positions follow from where each request's queries end.
 
     Args:
         slot_mapping: int64 (tokens,)
@@ -337,7 +329,7 @@ def hot_slot_mapping(
     room = min(buffer.shape[0] for buffer in (out, positions) if buffer is not None)
     if tokens > room:
         raise PoolError(f"a step of {tokens} tokens, and room to map {room}: this is a bug, please report it")
-    _hot_slot_mapping[(triton.cdiv(tokens, _TOKENS.value),)](
-        slot_mapping, query_start_loc, seq_lens, table.slot_of_block, table.limits, out, positions, tokens,
-        requests, requests.bit_length(), decode_threshold, P=table.contract.block_size, num_warps=4,
+    _map_copies[(triton.cdiv(tokens, _TOKENS.value),)](
+        slot_mapping, query_start_loc, seq_lens, table.slot_of_block, table.written, table.limits, out, positions,
+        tokens, requests, requests.bit_length(), decode_threshold, P=table.contract.block_size, num_warps=4,
     )  # fmt: skip
