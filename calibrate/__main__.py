@@ -5,13 +5,15 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_oscar import __version__
+from vllm_oscar.calibrate import allocation
 from vllm_oscar.calibrate.capture import Attention
 from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
 from vllm_oscar.calibrate.explain import explained
@@ -58,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--stride", type=int, default=4, help="aware: look at every n-th query")
     p.add_argument("--group-size", type=int, default=0, help="channels that share a scale; 0: the whole head")
     p.add_argument("--bits", default="k2v2", metavar="kNvM", help="of keys, 2, 3 or 4, and values, 2 or 4; k2v2 makes "
-                   "the smallest cache, k4v4 the most exact")  # fmt: skip
+                   "the smallest cache, k4v4 the most exact; auto:B: keys of 2 to 4 bits, more in the layers that lose "
+                   "the most, B bits an element on average")  # fmt: skip
     p.add_argument("--key-encoder", choices=ENCODERS, help="aware: metric; reference: minmax")
     p.add_argument("--value-encoder", choices=("ls", "minmax"), help="aware: ls; reference: minmax")
     p.add_argument("--key-gain", type=float, help="aware, 2 bits: 1.0375 (ls keys: 1.1), less with more; reference: 1")
@@ -81,15 +84,17 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def bits(text: str) -> tuple[int, int]:
-    """Of keys and of values, from what `--bits` says.
+def bits(text: str) -> tuple[int, int, float | None]:
+    """Of keys and of values, and the average up to which some layers' keys get more, from what `--bits` says.
 
     Raises:
         ConfigError: it is not of that form.
     """
     if found := re.fullmatch(r"k(\d)v(\d)", text):
-        return int(found[1]), int(found[2])
-    raise ConfigError(f"--bits {text}: say k2v2, k3v2, k4v2, k2v4, k3v4 or k4v4")
+        return int(found[1]), int(found[2]), None
+    if found := re.fullmatch(r"auto:(\d(?:\.\d+)?)", text):
+        return 2, 2, float(found[1])
+    raise ConfigError(f"--bits {text}: say k2v2, k3v2, k4v2, k2v4, k3v4, k4v4, or auto and an average, as auto:2.5")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,7 +121,7 @@ def run(options: argparse.Namespace) -> Sidecar:
     with explained(options.model, "configuration"):
         config = AutoConfig.from_pretrained(options.model, **checkpoint)
     fingerprint = ModelFingerprint.of(config)
-    key_bits, value_bits = bits(options.bits)
+    key_bits, value_bits, average = bits(options.bits)
     # refuses odd sizes
     layout = PageLayout(fingerprint.head_size, 64, options.group_size, key_bits, value_bits)
     recipe = Recipe.of(
@@ -127,6 +132,7 @@ def run(options: argparse.Namespace) -> Sidecar:
         group_size=layout.group_size,
         key_bits=key_bits,
         value_bits=value_bits,
+        average=average,
         value_target=options.value_target,
         key_gain=options.key_gain,
         value_gain=options.value_gain,
@@ -192,7 +198,9 @@ def calibrate(
         )
 
     def tune(statistics: LayerStatistics, keys: Sequence[Keys], samples: Sequence[Attention]) -> LayerStatistics:
-        if recipe.refits:
+        if recipe.average is not None:
+            statistics = allocation.refits(statistics, keys, recipe)
+        elif recipe.refits:
             statistics = refit(statistics, keys, recipe)
         if recipe.search:
             statistics.tensors |= search(solve(statistics, recipe)[0], samples, far, recipe.group_size)
@@ -207,19 +215,19 @@ def calibrate(
         collect(model, data.ids, far if recipe.aware else None, state, advance, tune if tuned else None, calls_kept)
     start = time.perf_counter()
     solved: dict[int, LayerCalibration] = {}
-    absent, unknown, without_rope = [], [], []
-    for index in range(layers):
-        statistics = state.statistics(index)
-        if not statistics.tensors:
-            absent.append(index)
-            continue
+    unknown, without_rope = [], []
+    measured = {index: state.statistics(index) for index in range(layers)}
+    absent = [index for index, statistics in measured.items() if not statistics.tensors]
+    key_bits = _key_bits({i: s for i, s in measured.items() if i not in absent}, fingerprint, recipe)
+    for index, bits in key_bits.items():
+        statistics = measured[index] if recipe.average is None else allocation.fitted(measured[index], bits)
         if recipe.aware:
             frequency = statistics.tensors.get("frequency")
             if frequency is None:
                 unknown.append(index)
             elif not len(frequency):
                 without_rope.append(index)
-        solved[index], idle = solve(statistics, recipe)
+        solved[index], idle = solve(statistics, replace(recipe, key_bits=bits, average=None))
         for letter, which in idle.items():
             if which:
                 logger.info("layer %d: plain Hadamard for %s of heads %s, as no INT2 token counts there",
@@ -245,12 +253,24 @@ def calibrate(
         "layers_without_rope": without_rope or None,
         "layers_with_unknown_rope": unknown or None,
         "search": recipe.search,
+        "average_bits": recipe.average,
         "value_target": recipe.value_target if recipe.method == "reference" else None,
         "vllm_oscar": __version__,
     }
     return Sidecar(
         solved, fingerprint, recipe.method, recipe.group_size, far.sink, far.window, recipe.per, tuple(absent), metadata
     )
+
+
+def _key_bits(measured: Mapping[int, LayerStatistics], fingerprint: ModelFingerprint, recipe: Recipe) -> dict[int, int]:
+    """Of each layer that was measured."""
+    if recipe.average is None:
+        return dict.fromkeys(measured, recipe.key_bits)
+    layout = PageLayout(fingerprint.head_size, 64, recipe.group_size, recipe.key_bits, recipe.value_bits)
+    losses = {index: allocation.losses(statistics) for index, statistics in measured.items()}
+    chosen = allocation.allocated(losses, allocation.steps(layout, len(losses), recipe.average))
+    logger.info("bits of the layers' keys: %s", " ".join(map(str, chosen.values())))
+    return chosen
 
 
 def _peak_memory(device: torch.device) -> str:

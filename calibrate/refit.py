@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from vllm_oscar.cache_layer import RowCodec
-from vllm_oscar.calibrate.rope import turned_rows
+from vllm_oscar.calibrate.rope import key_moments, turned_rows
 from vllm_oscar.calibrate.solve import Recipe, solve
 from vllm_oscar.calibrate.statistics import LayerStatistics
 from vllm_oscar.quantizer import FP16_MAX, decode
@@ -45,7 +45,8 @@ def refit(statistics: LayerStatistics, samples: Sequence[Keys], recipe: Recipe) 
         recipe: one with `refits`
 
     Returns:
-        The statistics, and "key_refit_transform", float64 (heads, D, D).
+        The statistics, and "key_refit_transform", float64 (heads, D, D), and "key_loss", float64 (): the squared error
+        of the layer's output, in units that layers of a model share, that keys stored so leave.
     """
     key = solve(statistics, recipe)[0].key
     rows = torch.cat([sample.rows.float() for sample in samples], 1).transpose(0, 1)  # (tokens, heads, D)
@@ -62,6 +63,7 @@ def refit(statistics: LayerStatistics, samples: Sequence[Keys], recipe: Recipe) 
     target = (rows - codec.transform.centre(position)).double()
     before = codec.transform.inverse.double()
 
+    share = weight / weight.sum(0).clamp(min=1e-300)
     # a few tokens have most of the weight: its root, so that more than those are fitted
     weight = weight.sqrt()
     weighted = (weight / weight.sum(0).clamp(min=1e-300))[..., None] * codes
@@ -74,4 +76,7 @@ def refit(statistics: LayerStatistics, samples: Sequence[Keys], recipe: Recipe) 
     with single_threaded():
         step = torch.linalg.solve(left + ridge * torch.eye(left.shape[-1]).to(left), right)
         transform = torch.linalg.inv(before + step)
-    return LayerStatistics(statistics.tensors | {"key_refit_transform": transform})
+    error = target - torch.einsum("nhd,hde->nhe", codes, before + step)
+    cost = key_moments(statistics, recipe.context, recipe.turning_pairs).error.to(error)
+    loss = (share * torch.einsum("nhd,hde,nhe->nh", error, cost, error)).sum()
+    return LayerStatistics(statistics.tensors | {"key_refit_transform": transform, "key_loss": loss})

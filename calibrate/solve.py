@@ -40,6 +40,7 @@ class Recipe:
         context: tokens of the longest context, whose statistics keys get (`rope`); 0: those of the sequences
         turning_pairs: RoPE pairs whose mean may turn with the position, at most
         key_bits, value_bits: of a code
+        average: bits of an element up to which some layers' keys get more than `key_bits` (`allocation`); None: none do
     """
 
     method: str
@@ -57,6 +58,7 @@ class Recipe:
     turning_pairs: int = MAX_TURNING_PAIRS
     key_bits: int = 2
     value_bits: int = 2
+    average: float | None = None
 
     @classmethod
     def of(cls, method: str, key_encoder: str | None = None, value_encoder: str | None = None, **more: Any) -> "Recipe":
@@ -69,6 +71,8 @@ class Recipe:
             raise ConfigError(f"--turning-pairs must be 0 to {MAX_TURNING_PAIRS}")
         if self.value_encoder == "metric":
             raise ConfigError("values have no metric encoder; use --value-encoder ls")
+        if self.average is not None and (not self.refits or self.search or self.key_gain is not None):
+            raise ConfigError("--bits auto goes with neither another method or key encoder, nor --search or --key-gain")
         for letter, name in ("k", "key"), ("v", "value"):
             settings = self.settings(letter)
             if settings["encoder"] == "minmax" and settings["gain"] != 1:

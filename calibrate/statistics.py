@@ -40,7 +40,8 @@ class LayerStatistics:
             key_first, value_first (heads, D), key_weight, value_weight (heads,), and where RoPE is known its frequency
             (pairs,), empty for a layer without RoPE, the sequences' length (), and, over cosines and sines of RoPE's
             angles, wave_first (heads, 2 pairs), wave_second (heads, 2 pairs, 2 pairs), wave_key (heads, 2 pairs, D).
-            Beside them what `refit` found: key_refit_transform (heads, D, D); and what `search` found: key_gain,
+            residual (), see `add_residual`. Beside them what `refit` found: key_refit_transform (heads, D, D) and
+            key_loss (), or these for several numbers of bits (`allocation`); and what `search` found: key_gain,
             value_gain, key_clip, value_clip ().
     """
 
@@ -67,6 +68,11 @@ class LayerStatistics:
             self._add_reference(attention)
             return None
         return self._add_aware(attention, far, frequency)
+
+    def add_residual(self, states: torch.Tensor) -> None:
+        """The residual stream (1, length, hidden) that the layer's output is added to: its squared norm, the median of
+        tokens, as a few are hundreds of times larger in many models."""
+        self._add("residual", states.double().square().sum(-1).median())
 
     def _add_reference(self, attention: Attention) -> None:
         kv_heads, length, head_size = attention.key.shape

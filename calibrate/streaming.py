@@ -427,7 +427,10 @@ def collect(
 
             with capturing(model.decoder.config, observe):
                 for index in range(len(ids)):
-                    target.write(index, calls[number](layer, source.read(index).to(model.device)))
+                    states = source.read(index).to(model.device)
+                    target.write(index, calls[number](layer, states))
+                    if statistics.tensors:
+                        statistics.add_residual(states)
                     progress(1)
             if check:
                 with capturing(model.decoder.config, lambda attention: None):
