@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ def heat_map(results: Sequence[Found], path: Path) -> None:
     kinds, methods = (list(dict.fromkeys(names)) for names in ((r.kind for r in results), (r.method for r in results)))
     figure = Figure(figsize=(1 + 3 * len(methods), 0.8 + 2.4 * len(kinds)), layout="constrained")
     panels = figure.subplots(len(kinds), len(methods), squeeze=False)
-    image = None
+    image: Any = None
     for row, kind in zip(panels, kinds, strict=True):
         of_kind = [r for r in results if r.kind == kind]
         lengths, places = sorted({r.length for r in of_kind}), _places(of_kind)
@@ -141,7 +142,7 @@ def _overall(cells: Iterable[Found]) -> str:
     text = f"{share:>7.0%}{(share * (1 - share) / asked) ** 0.5:>5.0%}"
     known = [r for r in cells if r.log_p is not None]
     if known:
-        mean = sum(r.asked * r.log_p for r in known) / asked  # type: ignore[operator]
+        mean = sum(r.asked * (r.log_p or 0.0) for r in known) / asked
         error = sum((r.asked * (r.log_p_error or 0)) ** 2 for r in known) ** 0.5 / asked
         text += f"{mean:>9.3f}" + (f"{error:>7.3f}" if error else f"{'-':>7}")
     return text
