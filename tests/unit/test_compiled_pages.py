@@ -63,6 +63,8 @@ def test_pages_and_rows(head_size: int, group_size: int, key_bits: int, value_bi
     for reference, compiled in zip(*written, strict=True):
         assert torch.equal(reference, compiled) and reference.dtype == compiled.dtype
 
+    table.written[slot[hot_place >= 0], (position % P)[hot_place >= 0]] = 1
+    table.written[slot[97], 1] = 0
     views.meta[BLOCKS[5], 1, 3, 0, 0, 0] += 1  # a copy that proves nothing any more
     for length, before in ((tokens, tokens - 1), (tokens, tokens), (33, 90), (0, 0)):
         blocks = BLOCKS[: -(-length // P)]
