@@ -202,7 +202,7 @@ def _places(model: nn.Module, decoder: nn.Module, device: str, rest: str, prefix
     """
     places: dict[str, str] = {}
     embedding = decoder.get_input_embeddings()  # type: ignore[operator]
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     for name, child in model.named_children():
         path = prefix + name
         if child is decoder:

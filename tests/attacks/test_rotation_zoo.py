@@ -60,7 +60,9 @@ LIES: dict[str, Callable[[], dict[str, Any]]] = {
     "a tensor for a key": lambda: zoo(key=torch.zeros(3)),
     "a tensor for layer_id": lambda: zoo(layer_id=torch.zeros(3)),
     "a tensor for the version": lambda: zoo(format_version=torch.ones(3)),
-    "a sparse tensor": lambda: zoo(torch.sparse_coo_tensor(size=(20_000, 20_000))),
+    "a sparse tensor": lambda: zoo(
+        torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.long), torch.zeros(1), (20_000, 20_000))
+    ),
     "a tensor without numbers": lambda: zoo(torch.empty(20_000, 20_000, device="meta")),
     "whole numbers": lambda: zoo(torch.eye(64, dtype=torch.int8)),
     "complex numbers": lambda: zoo(torch.eye(64, dtype=torch.complex64)),

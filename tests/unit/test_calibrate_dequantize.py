@@ -43,7 +43,7 @@ def tensor_fp8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def packed_int4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """compressed-tensors' own packing, in groups of 32 inputs."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # type: ignore[import-untyped]
 
     grouped = weight.unflatten(1, (-1, 32))
     scale = grouped.abs().amax(-1, keepdim=True) / 7

@@ -71,10 +71,19 @@ def test_streamed_models_are_their_checkpoints(kind: str, tmp_path: Path, monkey
     if options:
         assert len(list((tmp_path / "model").glob("*.safetensors"))) > 1
     compared: list[int] = []
-    layer, logits = PlainRun.compare_layer, PlainRun.compare_logits
     seen: list[torch.Tensor] = []
-    monkeypatch.setattr(PlainRun, "compare_layer", lambda self, n, f: (compared.append(n), layer(self, n, f)))
-    monkeypatch.setattr(PlainRun, "compare_logits", lambda self, found: (seen.append(found), logits(self, found)))
+    layer, logits = PlainRun.compare_layer, PlainRun.compare_logits
+
+    def compare_layer(self: PlainRun, number: int, run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        compared.append(number)
+        layer(self, number, run)
+
+    def compare_logits(self: PlainRun, found: torch.Tensor) -> None:
+        seen.append(found)
+        logits(self, found)
+
+    monkeypatch.setattr(PlainRun, "compare_layer", compare_layer)
+    monkeypatch.setattr(PlainRun, "compare_logits", compare_logits)
     run(tmp_path)
     assert compared == [0, 1, 2]
     auto = transformers.AutoModelForImageTextToText if "images" in kind else transformers.AutoModelForCausalLM
@@ -95,7 +104,7 @@ def changed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         plain(layer, device)
         count.append(1)
         if len(count) == 2:
-            layer.self_attn.v_proj.weight.neg_()
+            layer.get_parameter("self_attn.v_proj.weight").neg_()
 
     monkeypatch.setattr(streaming, "_materialise", wrongly)
 

@@ -590,3 +590,21 @@ def test_a_mean_that_turns_is_whole_or_refused(
     rewrite(tmp_path / "s", **change)
     with pytest.raises(error, match=r"layers\.1\.[kv]\.(frequency|turning)"):
         Sidecar.load(tmp_path / "s")
+
+
+@pytest.mark.parametrize(
+    ("total", "first"),
+    [(8, [0, 2, 4, 6]), (4, [0, 1, 2, 3]), (2, [0, 0, 1, 1]), (1, [0, 0, 0, 0])],
+)
+def test_each_of_four_ranks_keeps_the_heads_that_vllm_gives_it(
+    total: int, first: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer heads than ranks, neighbours hold copies of one."""
+    pytest.importorskip("vllm")
+    from vllm_oscar.integration import runtime
+
+    monkeypatch.setattr(runtime, "get_tensor_model_parallel_world_size", lambda: 4)
+    fingerprint = replace(FINGERPRINT, num_kv_heads=total)
+    for rank, start in enumerate(first):
+        monkeypatch.setattr(runtime, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+        assert runtime.rank_heads(fingerprint) == range(start, start + max(1, total // 4))
