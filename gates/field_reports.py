@@ -227,6 +227,7 @@ def lora(folder: Path) -> Iterator[Report]:
 @group
 def memory(folder: Path) -> Iterator[Report]:
     """Sizes of the cache at their edges."""
+    del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # it would hold instead of what is given here
     from vllm_oscar.errors import ConfigError
     from vllm_oscar.hot_pool import HotPool
     from vllm_oscar.page_layout import PageLayout
