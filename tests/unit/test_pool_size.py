@@ -22,7 +22,7 @@ def check(monkeypatch: pytest.MonkeyPatch, length: int, asked: int, sliding_wind
 
 def test_a_length_that_the_pool_leaves_no_room_for_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ConfigError, match="pool_share 0.7 leaves .* of 433 tokens: lower --max-model-len to 432, lower"
+        ConfigError, match=r"pool_share 0.7 leaves .* of 433 tokens: lower --max-model-len to 432, lower"
     ):
         check(monkeypatch, 433, 433)
     check(monkeypatch, 432, 432)
