@@ -31,12 +31,6 @@ pytestmark = pytest.mark.engine
     [
         ({"windw": 3}, {}, ConfigError, r"unknown oscar options \['windw'\]; known: .*'window'"),
         ({"pool_share": 1.5e-3}, {}, ConfigError, r"raise pool_share to [0-9.]+ .*or lower --max-num-seqs to [1-9]"),
-        (
-            {"pool_share": 0.5},
-            {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 6_500_000},
-            ConfigError,
-            r"pool_share 0.5 leaves .* of 512 tokens: lower --max-model-len to 4[0-9]{2}, lower pool_share",
-        ),
         ({"sidecar": "/nowhere.safetensors"}, {}, SidecarNotFoundError, "oscar calibrate"),
         ({}, {"attention_backend": "CPU_ATTN"}, UnsupportedError, "another attention backend .*leave it out"),
         (
@@ -46,7 +40,7 @@ pytestmark = pytest.mark.engine
             "KV connectors and offloading; leave --kv-transfer-config out",
         ),
     ],
-    ids=["unknown option", "pool", "length", "no sidecar", "backend", "connector"],
+    ids=["unknown option", "pool", "no sidecar", "backend", "connector"],
 )
 def test_refused(
     make_engine: Callable[..., Engine],
