@@ -48,7 +48,7 @@ docs: $(ENV)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
 
 # in two processes: most tests start an engine, which is mostly one thread; in the order of the files, as those with the
-# fewest tests take longest; then some with the model runner that vLLM has on GPUs, in Triton's interpreter
+# fewest tests take longest; then the contract with the runner that vLLM has on GPUs, in Triton's interpreter
 test: lint
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON) -m pytest -m both_runners --numprocesses 2 --dist loadfile

@@ -66,7 +66,6 @@ def test_beam_search(bf16: Engine, oscar: Engine, prose: list[int]) -> None:
     assert scores[0] == pytest.approx(exact[0].cum_logprob, abs=2.5)
 
 
-@pytest.mark.both_runners
 def test_prompts_around_the_sink(bf16: Engine, oscar: Engine, prose: list[int]) -> None:
     """Shorter than the sink, as long, one token longer: one token after them, then eight more, all from copies."""
     lengths, more = (1, 63, 64, 65), 8
@@ -84,7 +83,6 @@ def test_prompts_around_the_sink(bf16: Engine, oscar: Engine, prose: list[int]) 
         assert far < 5e-3, n  # measured: 0.0020 to 0.0027
 
 
-@pytest.mark.both_runners
 def test_a_request_may_fill_the_models_length(oscar: Engine, prose: list[int]) -> None:
     output = oscar.run({"long": prose[: LIMIT - 5]}, 100)["long"].outputs[0]
     assert len(output.token_ids) == 5

@@ -184,7 +184,6 @@ def test_needles_and_answers_of_every_method_in_one_report(
     assert rows == [{"part": part} | row for part in ("needles", "answers") for row in report[part]]
 
 
-@pytest.mark.both_runners
 def test_a_forced_answer_is_scored_as_if_it_had_been_read(tiny: Path) -> None:
     """Answers given token by token, two side by side, against the same tokens as one prompt; and a free answer."""
     ids = torch.randint(0, 49152, (2, 60), generator=torch.Generator().manual_seed(6))

@@ -77,7 +77,6 @@ def test_a_killed_engine_of_two_ends_the_server(two_engines: Server) -> None:
     kill_engine_in_mid_stream(two_engines)
 
 
-@pytest.mark.both_runners
 def test_a_restarted_server_answers_as_before_and_a_killed_engine_ends_it(
     serve: Callable[..., Server], sidecar_path: Path
 ) -> None:

@@ -205,6 +205,7 @@ def test_layers_with_other_pages_have_another_backend() -> None:
     from vllm_oscar.integration.backend import OscarBackend
 
     layouts = [PageLayout(64, 32), PageLayout(64, 64), PageLayout(64, 32, 32), PageLayout(128, 32)]
+    layouts += [PageLayout(64, 32, key_bits=4), PageLayout(64, 32, value_bits=4)]  # of one size
     assert len({OscarBackend.of(layout).full_cls_name() for layout in layouts}) == len(layouts)
     assert OscarBackend.of(PageLayout(64, 32)) is OscarBackend.of(PageLayout(64, 32))
 

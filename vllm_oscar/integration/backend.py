@@ -1,5 +1,6 @@
 """vLLM's view of the backend: what it is called, what it can do, and where its layer and its builder are."""
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -121,7 +122,7 @@ class OscarBackend(AttentionBackend):
 @functools.cache
 def _backend_of(layout: PageLayout) -> type[OscarBackend]:
     # vLLM groups layers by the names of their classes
-    name = f"OscarBackend_{layout.head_size}_{layout.token_bytes}x{layout.block_size}"
+    name = "_".join(["OscarBackend", *map(str, dataclasses.astuple(layout))])
     return type(name, (OscarBackend,), {"layout": layout})
 
 
