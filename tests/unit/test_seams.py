@@ -43,7 +43,7 @@ def test_as_expected(root: Path) -> None:
             "another order",
         ),
         ("v1/attention/backend.py", "class AttentionImpl(", "class Impl(", "imports vllm.v1.attention.backend.Attent"),
-        ("v1/attention/backends/utils.py", "require_uniform", "uniform", "with ['require_uniform'], which it does not"),
+        ("v1/attention/backends/utils.py", "decode_threshold", "threshold", "with ['decode_threshold'], which it"),
         ("v1/attention/backend.py", "num_reqs: int", "num_reqs: int\n    num_new: int", "without ['num_new'], which"),
         (
             "v1/attention/backend.py",

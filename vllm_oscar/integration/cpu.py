@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.v1.attention.backend import AttentionMetadata, AttentionMetadataBuilder
 
-from vllm_oscar import attention
+from vllm_oscar import attention as reference
 from vllm_oscar.attention import StoredRows, attend, attend_fused
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.hot_pool import SlotTable
@@ -26,7 +26,7 @@ def _pages() -> tuple[Callable[..., torch.Tensor], Callable[..., StoredRows]]:
     try:
         from vllm_oscar import compiled_pages
     except ImportError:
-        return CacheLayer.write, attention.read_rows
+        return CacheLayer.write, reference.read_rows
     return compiled_pages.write, compiled_pages.read_rows
 
 

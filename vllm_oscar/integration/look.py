@@ -5,7 +5,7 @@ from typing import Any
 from vllm.config import CacheConfig, ModelConfig, VllmConfig
 
 from vllm_oscar.integration.refusal import refuse_unsupported_model
-from vllm_oscar.integration.seams import DTYPE
+from vllm_oscar.integration.seams import DTYPE, install
 
 
 def configured(model: str) -> Any:
@@ -14,6 +14,7 @@ def configured(model: str) -> Any:
     Raises:
         UnsupportedError, ValueError: ours, or vLLM's own.
     """
+    install()
     model_config = ModelConfig(model, skip_tokenizer_init=True)
     refuse_unsupported_model(model_config)
     return VllmConfig(model_config=model_config, cache_config=CacheConfig(cache_dtype=DTYPE))
