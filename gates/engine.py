@@ -113,6 +113,7 @@ class Setting:
         options: of the engine; oscar: of ours
         turning: pairs in which the sidecar's keys turn, in every other layer
         group_size: the sidecar's
+        bits: of the sidecar's keys and values; layers take them in turn
         modes: with CUDA graphs, eagerly
         weights: whether they are on the disk; else they are vLLM's dummies
         mxfp4: whether those of experts are in MXFP4
@@ -127,6 +128,7 @@ class Setting:
     oscar: dict[str, Any] = field(default_factory=dict)
     turning: int = 0
     group_size: int = 0
+    bits: tuple[tuple[int, int], ...] = ((2, 2),)
     modes: tuple[str, ...] = ("graphs",)
     weights: bool = False
     mxfp4: bool = False
@@ -168,7 +170,12 @@ SETTINGS: dict[str, Setting] = {
     "groups of 64, short of copies": Setting(
         options=DECODE_GRAPHS, oscar={"pool_share": 0.0025}, group_size=64, more=shrunk, audited=True
     ),
+    "pages of two sizes": Setting(bits=((3, 2), (4, 4)), modes=BOTH),
+    "pages of two sizes, D64, drafts": Setting(
+        {"head_dim": 64}, DECODE_GRAPHS | {"speculative_config": DRAFTS}, bits=((4, 2), (2, 4))
+    ),
     "encoded again": Reencoded(),
+    "encoded again, 3 bits": Reencoded(bits=((3, 2),)),
     "encoded again, groups of 32": Reencoded(group_size=32),
     "encoded again, D64, groups of 32": Reencoded({"head_dim": 64}, group_size=32),
 }  # fmt: skip
@@ -280,7 +287,7 @@ def main() -> int:
             print(f"LEFT OUT {name}: needs vLLM {setting.since}")
             continue
         folder = model_folder("tiny", root / re.sub(r"\W+", "-", name), **setting.model)
-        sidecar = random_sidecar(folder, setting.turning, setting.group_size)
+        sidecar = random_sidecar(folder, setting.turning, setting.group_size, setting.bits)
         if setting.weights:
             random_weights(folder)
         if setting.mxfp4:

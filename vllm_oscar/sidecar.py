@@ -504,8 +504,8 @@ class _Description:
             kinds = (*_KINDS, "frequency", "turning")
             own = {kind: tensors[name] for kind in kinds if (name := f"layers.{tensor}.{kind}") in tensors}
             turning = TurningMean(own.pop("frequency"), own.pop("turning")) if "turning" in own else None
-            fields: dict[str, Any] = {kind: part.expand(heads, *part.shape[1:]) for kind, part in own.items()}
-            return TensorCalibration(turning=turning, **fields, **self.encoders[tensor])
+            per_head: dict[str, Any] = {kind: part.expand(heads, *part.shape[1:]) for kind, part in own.items()}
+            return TensorCalibration(turning=turning, **per_head, **self.encoders[tensor])
 
         loaded = Sidecar(
             layers={i: LayerCalibration(calibration(f"{i}.k"), calibration(f"{i}.v")) for i in self.present},

@@ -1,6 +1,7 @@
 """Models for speed measurements: published shapes, dummy weights, and a sidecar of the right shape."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,12 +161,15 @@ def liven(model: torch.nn.Module) -> None:
             parameter.data.fill_(1.0)
 
 
-def random_sidecar(folder: Path, turning: int = 0, group_size: int = 0) -> Path:
+def random_sidecar(
+    folder: Path, turning: int = 0, group_size: int = 0, bits: Sequence[tuple[int, int]] = ((2, 2),)
+) -> Path:
     """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one.
 
     Args:
         turning: pairs of channels in which the keys' mean turns with the position, in every other layer
         group_size: channels that share a scale and an offset; 0 for the whole head
+        bits: of keys and values of a layer; layers take them in turn
     """
     from transformers import AutoConfig
 
@@ -195,7 +199,10 @@ def random_sidecar(folder: Path, turning: int = 0, group_size: int = 0) -> Path:
     if turning:
         vectors = 3 * random(heads, turning, 2, size) / turning**0.5
         moving = replace(key, turning=TurningMean(torch.logspace(0, -3, turning), vectors.float()))
-    layers = {i: LayerCalibration((key, moving)[i % 2], value) for i in range(fingerprint.num_layers)}
+    layers = {}
+    for i in range(fingerprint.num_layers):
+        of_key, of_value = bits[i % len(bits)]
+        layers[i] = LayerCalibration(replace((key, moving)[i % 2], bits=of_key), replace(value, bits=of_value))
     path = folder / "oscar" / "random.safetensors"
     Sidecar(layers, fingerprint, "aware", group_size, 64, 256).save(path)
     return path

@@ -272,7 +272,7 @@ def main() -> None:
         )
         for shape, programs in itertools.product(shapes(options.quick, options.bits), options.programs or [None]):
             if programs:
-                segments.programs_per_multiprocessor = lambda layout, programs=programs: programs
+                segments.programs_per_multiprocessor = lambda layout, n=programs: n  # type: ignore[misc]
             bench = Bench(shape)
             us, read, bf16 = bench.oscar(), bench.read(), bench.bf16()
             used = segments.programs_per_multiprocessor(bench.layout)

@@ -23,7 +23,7 @@ pytest.importorskip("accelerate")
 from tests.unit.tiny_models import BASE, FAMILIES, tiny, tokens  # noqa: E402
 from vllm_oscar import errors  # noqa: E402
 from vllm_oscar.cache_layer import CacheLayer  # noqa: E402
-from vllm_oscar.calibrate.__main__ import calibrate, main  # noqa: E402
+from vllm_oscar.calibrate.__main__ import bits, calibrate, main  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output, capturing  # noqa: E402
 from vllm_oscar.calibrate.data import Corpus, Sequences, builtin_text, open_corpus, sequences  # noqa: E402
 from vllm_oscar.calibrate.progress import stage  # noqa: E402
@@ -586,8 +586,17 @@ def test_heads_that_read_no_int2_get_hadamard(tmp_path: Path, caplog: pytest.Log
 
 def test_recipes() -> None:
     assert Recipe.of("aware", "ls", per="head", group_size=64).settings("k") == {
-        "encoder": "ls", "gain": 1.10, "clip": 1.0,
+        "encoder": "ls", "gain": 1.10, "clip": 1.0, "bits": 2,
     }  # fmt: skip
+    more = Recipe.of("aware", per="head", group_size=64, key_bits=3, value_bits=4)
+    assert [more.settings(letter)["bits"] for letter in "kv"] == [3, 4]
+    # what is stored with more bits shrinks less
+    two = Recipe.of("aware", per="head", group_size=64)
+    assert all(1 < more.settings(letter)["gain"] < two.settings(letter)["gain"] for letter in "kv")
+    assert bits("k3v2") == (3, 2, None)
+    for odd in ("k3", "3,2", "k3v2x", "auto"):
+        with pytest.raises(errors.ConfigError, match="--bits"):
+            bits(odd)
     assert Recipe.of("reference", "metric", per="head", group_size=64).settings("k")["gain"] == 1.0
     with pytest.raises(errors.ConfigError, match="metric"):
         Recipe.of("aware", None, "metric", per="head", group_size=64)

@@ -66,6 +66,20 @@ def test_metric(head_size: int, group_size: int, gain: float, max_scale: float) 
     assert_same(reference, compiled_quantizer.encode_metric(y, tables, group_size, gain, max_scale))
 
 
+@pytest.mark.parametrize("levels", [8, 16])
+@pytest.mark.parametrize(("head_size", "group_size"), [(64, 32), (80, 80)])
+def test_more_levels(head_size: int, group_size: int, levels: int) -> None:
+    y, tables = rows(head_size), metric(head_size)
+    assert_same(
+        quantizer.encode_ls(y, group_size, 1.01, FP16_MAX, levels),
+        compiled_quantizer.encode_ls(y, group_size, 1.01, FP16_MAX, levels),
+    )
+    assert_same(
+        quantizer.encode_metric(y, tables, group_size, 1.01, FP16_MAX, levels),
+        compiled_quantizer.encode_metric(y, tables, group_size, 1.01, FP16_MAX, levels),
+    )
+
+
 @pytest.mark.parametrize("shape", [(0, 2, 64), (2, 64), (2, 3, 2, 64)])
 def test_shapes(shape: tuple[int, ...]) -> None:
     y = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -585,8 +585,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_inspect_computes_condition_mean_and_spectrum() -> None:
     own = calibrated()
     found = rows(own)
-    assert [(row.layer, row.tensor, row.encoder) for row in found] == [
-        (0, "k", "metric"), (0, "v", "ls"), (1, "k", "metric"), (1, "v", "ls"),
+    assert [(row.layer, row.tensor, row.encoder, row.bits) for row in found] == [
+        (0, "k", "metric", 2), (0, "v", "ls", 2), (1, "k", "metric", 2), (1, "v", "ls", 2),
     ]  # fmt: skip
     assert found[0].condition == pytest.approx(2)  # of diag(1 ... 2)
     assert found[0].mean_norm == pytest.approx(own.layers[0].key.mean.norm(dim=1).max().item())
@@ -601,6 +601,7 @@ def test_inspect_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["inspect", str(path), "--plot", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "2 layers, 4 query and 2 KV heads of size 64" in text
+    assert "2.5 bits stored for an element" in text
     assert len([row for row in text.splitlines() if " metric" in row]) == 2
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert cli.main(["inspect", str(path), "--json"]) == 0

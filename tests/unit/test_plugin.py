@@ -210,6 +210,21 @@ def test_layers_with_other_pages_have_another_backend() -> None:
     assert OscarBackend.of(PageLayout(64, 32)) is OscarBackend.of(PageLayout(64, 32))
 
 
+def test_pages_of_several_sizes_are_refused_where_only_some_layers_slide() -> None:
+    from vllm_oscar.integration.refusal import refuse_pages_of_several_sizes
+
+    def config(*types: str) -> Any:
+        text = SimpleNamespace(layer_types=list(types) or None)
+        return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+
+    mixed = config("sliding_attention", "full_attention")
+    refuse_pages_of_several_sizes(mixed, {40})
+    for alike in (config(), config("full_attention"), config("sliding_attention", "sliding_attention")):
+        refuse_pages_of_several_sizes(alike, {40, 48})
+    with pytest.raises(UnsupportedError, match=r"only some layers have a sliding window.*--bits k3v2"):
+        refuse_pages_of_several_sizes(mixed, {40, 48})
+
+
 def test_a_block_size_that_vllm_changed_later_is_refused() -> None:
     from vllm_oscar.integration.backend import OscarBackend
 
@@ -396,13 +411,15 @@ def test_requests_at_a_time_where_nobody_says_how_many(
 
 
 def test_used_blocks_of_several_groups_are_the_fullest_ones() -> None:
-    """Each group has a table of its own, over pools of `pool_blocks`."""
+    """Each group has a table of its own, over pools of `pool_blocks`; so has each layout of a group's pages,
+    all of which say the same."""
     from vllm_oscar.hot_pool import HotContract, SlotTable
     from vllm_oscar.integration.runtime import Counters, OscarRuntime
 
     runtime = OscarRuntime.__new__(OscarRuntime)
     runtime.counters, runtime.num_slots, runtime.pool_bytes, runtime._tables = Counters(), 4, 0, {}
-    for group, used in (("full", 3), ("sliding", 2)):
+    two, three = PageLayout(64, 16), PageLayout(64, 16, 0, 3, 2)
+    for group, used in ((("full", two), 3), (("sliding", two), 2), (("full.1", three), 3)):
         table = SlotTable.empty(HotContract(16, 32, 16), num_blocks=8, num_slots=4, device=torch.device("cpu"))
         table.block_of_slot[:used] = torch.arange(1, used + 1, dtype=torch.int32)
         table.evictions += 1

@@ -175,7 +175,17 @@ def test_hostile_files(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "metadata",
-    ["", "{", "[]", "null", "[" * 5000, '{"format_version": 2}', '{"format_version": "1"}', '{"format_version": 1}'],
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "[" * 5000,
+        '{"format_version": 3}',
+        '{"format_version": "1"}',
+        '{"format_version": true}',
+        '{"format_version": 1}',
+    ],
 )
 def test_bad_metadata(path: Path, metadata: str) -> None:
     save_file(load_file(path), path, {METADATA_KEY: metadata})
@@ -233,6 +243,56 @@ def test_bad_encoder_settings(path: Path, change: dict[str, Any]) -> None:
     good = {"encoder": "ls", "gain": 1.0, "clip": 1.0}
     rewrite(path, encoders={f"{i}.{letter}": good | change for i in range(2) for letter in "kv"})
     with pytest.raises(errors.SidecarCorruptError):
+        Sidecar.load(path)
+
+
+def dialled(*bits: tuple[int, int]) -> Sidecar:
+    """With such bits of keys and values in each layer."""
+    layers = {
+        index: LayerCalibration(replace(layer.key, bits=bits[index][0]), replace(layer.value, bits=bits[index][1]))
+        for index, layer in make().layers.items()
+    }
+    return replace(make(), layers=layers)
+
+
+def test_bits_are_kept_layer_by_layer(tmp_path: Path) -> None:
+    """In a file of version 2; one of 2 bits is a file of version 1, which older versions read."""
+    written = dialled((3, 2), (4, 4)).save(tmp_path / "mixed")
+    assert [(layer.key.bits, layer.value.bits) for layer in written.layers.values()] == [(3, 2), (4, 4)]
+    # D = 64: 8 units of as many bytes as a key and a value have bits, and 8 bytes of scales and offsets
+    assert [layout.token_bytes for layout in written.layouts(16)] == [8 * 5 + 8, 8 * 8 + 8]
+    assert written.bits_per_element == (3.0 + 4.5) / 2
+    assert written.bits_in_words == "3.75 bits (3 to 4.5)"
+    assert dialled((3, 2), (3, 2)).bits_in_words == "3 bits"
+
+    def described(path: Path) -> dict[str, Any]:
+        with safe_open(path, "pt") as file:
+            found: dict[str, Any] = json.loads(file.metadata()[METADATA_KEY])
+        return found
+
+    assert described(tmp_path / "mixed")["format_version"] == 2
+    assert described(tmp_path / "mixed")["encoders"]["0.k"]["bits"] == 3
+    make().save(tmp_path / "plain")
+    assert described(tmp_path / "plain")["format_version"] == 1
+    assert "bits" not in described(tmp_path / "plain")["encoders"]["0.k"]
+    assert dialled((2, 2), (2, 2)).digest == make().digest != written.digest
+
+
+@pytest.mark.parametrize("bits", [{"k": 1}, {"k": 5}, {"v": 3}, {"k": "3"}, {"v": 2.0}, {"k": None}, {"k": True}])
+def test_bits_that_no_page_has_are_refused(tmp_path: Path, bits: dict[str, Any]) -> None:
+    path = tmp_path / "s"
+    dialled((3, 2), (4, 4)).save(path)
+    good = {"k": 4, "v": 2} | bits
+    settings = {"k": ("metric", 1.05), "v": ("ls", 1.05)}
+    rewrite(
+        path,
+        encoders={
+            f"{i}.{letter}": {"encoder": encoder, "gain": gain, "clip": 1.0, "bits": good[letter]}
+            for i in range(2)
+            for letter, (encoder, gain) in settings.items()
+        },
+    )
+    with pytest.raises(errors.SidecarCorruptError, match="bits"):
         Sidecar.load(path)
 
 

@@ -113,13 +113,14 @@ class OscarImpl(AttentionImpl[Any]):
             UnsupportedError: the layer does something that our attention does not.
         """
         refuse_unsupported_layer(module, self.head_size)
+        vllm_layer: Any = module
         layers = self.vllm_config.compilation_config.static_forward_context
         if self.target_name is not None:
             target = layers[self.target_name].impl
             target.is_shared = True
             self.target, self.cache_layer, self.pool = target, target.cache_layer, target.pool
             self.layout = self.cache_layer.layout
-            module.attn_backend = self.backend
+            vllm_layer.attn_backend = self.backend
             return
         device: torch.device = module.get_buffer("_k_scale").device
         self.runtime.plan_pool(device)
@@ -137,7 +138,7 @@ class OscarImpl(AttentionImpl[Any]):
             self.runtime.config.key_encoder,
         )
         self.layout = self.cache_layer.layout
-        module.attn_backend = self.backend
+        vllm_layer.attn_backend = self.backend
         with lost_in_sleep():  # its copies prove nothing then
             self.pool = HotPool.allocate(
                 self.layout, self.runtime.num_slots, self.num_kv_heads, self.runtime.pool_dtype, device

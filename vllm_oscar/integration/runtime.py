@@ -94,7 +94,8 @@ class OscarRuntime:
         self.pool_bytes = 0
         self.workspaces: dict[tuple[int, ...], Any] = {}  # buffers that layers of one shape share, on GPUs
         self.builders: dict[str, Any] = {}  # of the KV-cache groups, by their first layer
-        self._tables: dict[str, SlotTable] = {}
+        # by the first of their layers, and its pages
+        self._tables: dict[tuple[str, PageLayout], SlotTable] = {}
         self._audits = audit.asked_for()
         if self._audits:
             logger.warning("%s: every step checks the whole BF16 pool, which is slow", audit.ENVIRONMENT_VARIABLE)
@@ -213,15 +214,16 @@ class OscarRuntime:
             )
 
     def table(self, layer_names: list[str], num_blocks: int, device: torch.device) -> SlotTable:
-        """The slot table of the KV-cache group that these layers belong to."""
-        name = layer_names[0]
-        table = self._tables.get(name)
+        """The slot table of a builder's layers: of the KV-cache group that they belong to, or of those of its layers
+        that have the same pages."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        key = layer_names[0], layers[layer_names[0]].impl.layout
+        table = self._tables.get(key)
         if table is None or table.slot_of_block.shape[0] != num_blocks + 1:
-            layers = self.vllm_config.compilation_config.static_forward_context
             widths: list[int | None] = [layers[layer].impl.sliding_window for layer in layer_names]
             window = None if None in widths else max(width for width in widths if width)
             table = SlotTable.empty(self.contract(), num_blocks, self.num_slots, device, self.in_flight, window)
-            self._tables[name] = table
+            self._tables[key] = table
         return table
 
     def announce(self, kernels: str) -> None:
@@ -318,11 +320,9 @@ class OscarRuntime:
         tables = list(self._tables.values())
         used = torch.stack([(table.block_of_slot[:-1] >= 0).sum() for table in tables]).amax()
         limits = torch.stack([table.limits for table in tables]).amin(0).long()
-        # layers of one KV-cache group with pages of several layouts have tables of the same content
-        layers = self.vllm_config.compilation_config.static_forward_context
-        by_layout = defaultdict(list)
-        for name, table in self._tables.items():
-            by_layout[layers[name].impl.layout].append(table.evictions)
+        by_layout = defaultdict(list)  # where there are several, tables of one have what those of another have
+        for (_, layout), table in self._tables.items():
+            by_layout[layout].append(table.evictions)
         evicted = torch.stack([torch.cat(evictions).sum() for evictions in by_layout.values()]).amax()
         shrunk = torch.cat([table.shrunk_steps for table in tables]).amax()
         return torch.cat(

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,var-annotated"
 # ruff: noqa: RET505  (Triton compiles what follows a return as well)
 """Decode attention over INT2 pages and their BF16 copies.
 
