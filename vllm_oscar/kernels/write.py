@@ -198,15 +198,16 @@ def _write(
     meta = tl.sum(meta, 2)  # the last axis is 1
     overflow = tl.max(tl.max(over.to(tl.int32), 2), 1)
     page = pages + slot // P * page_block + h * page_head
+    # units of each kind have a name of their own: a variable has one type in both branches
     if KEY_BITS == VALUE_BITS:
         units = packed(codes, UNITS_PAD, KEY_BITS)
         store_rows(page, slot % P, units, meta, ok, which, D, P, GROUPS, KEY_BITS, VALUE_CODES, META, META_BYTES)
     elif which == 0:
-        units = packed(codes, UNITS_PAD, KEY_BITS)
-        store_rows(page, slot % P, units, meta, ok, 0, D, P, GROUPS, KEY_BITS, VALUE_CODES, META, META_BYTES)
+        key_units = packed(codes, UNITS_PAD, KEY_BITS)
+        store_rows(page, slot % P, key_units, meta, ok, 0, D, P, GROUPS, KEY_BITS, VALUE_CODES, META, META_BYTES)
     else:
-        units = packed(codes, UNITS_PAD, VALUE_BITS)
-        store_rows(page, slot % P, units, meta, ok, 1, D, P, GROUPS, VALUE_BITS, VALUE_CODES, META, META_BYTES)
+        value_units = packed(codes, UNITS_PAD, VALUE_BITS)
+        store_rows(page, slot % P, value_units, meta, ok, 1, D, P, GROUPS, VALUE_BITS, VALUE_CODES, META, META_BYTES)
     g = tl.arange(0, GROUPS)
     proof = words + pool_slot * word_slot + h * word_head + hot % P * (2 * GROUPS) + which * GROUPS
     tl.store(proof[:, None] + g[None, :], meta, mask=kept[:, None])
