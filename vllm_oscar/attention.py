@@ -48,7 +48,7 @@ class StoredRows(NamedTuple):
         seen = self.hot[first:]
         sinks = seen[: max(0, sink - first)]
         hot, hot_sinks = int(seen.count_nonzero()), int(sinks.count_nonzero())
-        return torch.tensor([hot, seen.numel() - hot, sinks.numel() - hot_sinks])
+        return torch.tensor([hot, seen.numel() - hot, sinks.numel() - hot_sinks], device=seen.device)
 
 
 def first_seen(before: int, sliding_window: int | None) -> int:
