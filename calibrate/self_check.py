@@ -1,7 +1,8 @@
 """Whether the model that is measured is the one in the checkpoint.
 
 Before the layers are taken apart, the model as `from_pretrained` made it runs over the first TOKENS tokens, by its own
-forward and with its own attention. What goes into each layer there, and the logits, are kept. Each measured layer is
+forward and with its own attention, in float32: in BF16 it would round the logits, which a key bias makes as large as
+thousands. What goes into each layer there, and the logits, are kept. Each measured layer is
 then given the same input and has to give the same output, and the states that came through all measured layers have to
 give the same logits. What differs by more than rounding ends the calibration: a layer's weights, its mask, what it is
 called with, or its attention are not those of the model.
@@ -9,7 +10,9 @@ called with, or its attention are not those of the model.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from vllm_oscar.calibrate.capture import replaced_forwards
+from vllm_oscar.calibrate.capture import attention_function, replaced_forwards
 from vllm_oscar.errors import CalibrationError
 
+NAME = "vllm_oscar_plain"  # of the attention function in transformers' registry
 TOKENS = 128
 UPDATE_SHARE = (
     0.05  # of what a layer adds to a token: an error up to it, and up to one rounding of the sum, is rounding
@@ -29,6 +33,26 @@ STRAY_TOKENS = 0.1  # share that may differ by more: rounding sends some tokens 
 LOGIT_SHARE = 0.25  # of the spread of a token's logits, at the median token, behind all layers
 CHANCE_SHARE = 0.8  # of the loss of a model that knows nothing
 logger = logging.getLogger("vllm_oscar.calibrate")
+
+
+@contextmanager
+def own_attention(config: Any) -> Iterator[None]:
+    """While this is open, the models that share this transformers config attend by their own plain code (`eager`, the
+    one that does all of what a model asks for, such as soft caps), in float32."""
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import eager_mask
+    from transformers.models.llama import modeling_llama
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        plain = own or modeling_llama.eager_attention_forward
+        return plain(module, query.float(), key.float(), value.float(), *mask, **options)[0].to(query.dtype), None
+
+    AttentionMaskInterface.register(NAME, eager_mask)
+    with attention_function(config, NAME, attend):
+        yield
 
 
 class PlainRun:
@@ -44,8 +68,14 @@ class PlainRun:
             self.tokens: int = file.get_slice("logits").get_shape()[0]
 
     @classmethod
-    def record(cls, path: Path, whole: nn.Module, layers: Sequence[nn.Module], ids: torch.Tensor) -> "PlainRun":
-        """Run the model over the first TOKENS of int64 ids (1, length), on its device; keep what it did at `path`."""
+    def record(
+        cls, path: Path, whole: nn.Module, config: Any, layers: Sequence[nn.Module], ids: torch.Tensor
+    ) -> "PlainRun":
+        """Run the model over the first TOKENS of int64 ids (1, length), on its device; keep what it did at `path`.
+
+        Args:
+            config: the decoder's
+        """
         entered: list[torch.Tensor] = []
         left: list[torch.Tensor] = []
 
@@ -58,7 +88,7 @@ class PlainRun:
 
             return run
 
-        with replaced_forwards(layers, [noting(layer.forward) for layer in layers]):
+        with own_attention(config), replaced_forwards(layers, [noting(layer.forward) for layer in layers]):
             logits = whole(input_ids=ids[:, :TOKENS], use_cache=False).logits[0]
         states = torch.cat([*entered, left[0].cpu()])
         save_file({"states": states, "logits": logits.cpu().contiguous()}, path)

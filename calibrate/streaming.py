@@ -122,7 +122,7 @@ class Model:
                     output_loading_info=True,
                     revision=revision,
                     trust_remote_code=trust_remote_code,
-                    attn_implementation="eager",  # the one that does all of what a model asks for, such as soft caps
+                    attn_implementation="eager",  # `own_attention` builds on it
                 )
             if missing := sorted(report["missing_keys"]):
                 raise CalibrationError(
@@ -399,7 +399,7 @@ def collect(
             states.write(index, own)
         states.close()
         if model.whole is not None:
-            PlainRun.record(state.plain_run, model.whole, model.layers, ids[:1].to(model.device))
+            PlainRun.record(state.plain_run, model.whole, model.decoder.config, model.layers, ids[:1].to(model.device))
         state.finish(-1)
     check = None
     if model.whole is not None:
