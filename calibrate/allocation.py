@@ -8,6 +8,8 @@ by one. Errors of different layers are taken to add up as noise does.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from vllm_oscar.calibrate.refit import Keys, refit
 from vllm_oscar.calibrate.solve import Recipe
 from vllm_oscar.calibrate.statistics import LayerStatistics
@@ -19,7 +21,7 @@ _FITTED = ("key_refit_transform", "key_loss")  # what `refit` finds, of keys of 
 
 def refits(statistics: LayerStatistics, samples: Sequence[Keys], recipe: Recipe) -> LayerStatistics:
     """`refit` for keys of every number of bits; `fitted` picks one."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for bits in KEY_BITS:
         own = refit(statistics, samples, replace(recipe, key_bits=bits)).tensors
         found |= {f"{name}.{bits}": own[name] for name in _FITTED}

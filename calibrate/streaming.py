@@ -427,10 +427,10 @@ def collect(
 
             with capturing(model.decoder.config, observe):
                 for index in range(len(ids)):
-                    states = source.read(index).to(model.device)
-                    target.write(index, calls[number](layer, states))
+                    entering = source.read(index).to(model.device)
+                    target.write(index, calls[number](layer, entering))
                     if statistics.tensors:
-                        statistics.add_residual(states)
+                        statistics.add_residual(entering)
                     progress(1)
             if check:
                 with capturing(model.decoder.config, lambda attention: None):

@@ -199,7 +199,7 @@ def difference(answer: dict[str, Any], base: dict[str, Any], worst: float) -> Di
     Args:
         worst: log probabilities so far apart may change places
     """
-    apart = []
+    apart: list[float] = []
     for token, likely, base_token, base_likely in zip(
         answer["tokens"], answer["likely"], base["tokens"], base["likely"], strict=True
     ):

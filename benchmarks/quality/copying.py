@@ -10,7 +10,7 @@ import argparse
 
 import torch
 
-from benchmarks import emulation
+from benchmarks.quality import emulation
 from vllm_oscar.calibrate.data import builtin_text
 from vllm_oscar.sidecar import Sidecar
 

@@ -69,7 +69,7 @@ def test_a_pipelines_pool_holds_all_requests_for_each_batch(monkeypatch: pytest.
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
         runtime.config = OscarConfig(sink=16, window=17, pool_share=0.5)
-        runtime.pool_dtype, runtime.decode_threshold = torch.bfloat16, 1
+        runtime.pool_dtype, runtime.decode_threshold, runtime.block_size = torch.bfloat16, 1, 16
         runtime.num_slots, runtime.in_flight, runtime.counters, runtime._tables = 0, in_flight, module.Counters(), {}
         runtime.plan_pool(torch.device("cpu"))
         return runtime.num_slots, runtime.table(["layer"], 99, torch.device("cpu")).slots_per_step

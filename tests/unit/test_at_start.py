@@ -67,7 +67,7 @@ def test_what_is_there_is_left_alone_and_checked_by_the_start(model: str, caplog
     saved = Sidecar.hadamard(other).save(cached_path(model))
     with caplog.at_level(logging.INFO):
         calibrate_missing(asked_for(model), QUICK)
-    assert caplog.text == ""
+    assert [record.message for record in caplog.records if "oscar" in record.name] == []
     assert Sidecar.load(cached_path(model)).digest == saved.digest
     with pytest.raises(SidecarMismatchError, match="num_layers: 7"):
         Sidecar.load(cached_path(model), fingerprint(model))

@@ -75,6 +75,9 @@ def test_our_variables_are_no_unknown_ones() -> None:
     """`--fail-on-environ-validation` ends a start that finds some."""
     code = """
 import os
+for name in [*os.environ]:  # engines of other tests leave some behind
+    if name.startswith("VLLM_") and "OSCAR" not in name:
+        del os.environ[name]
 from vllm_oscar.plugin import register
 register()
 from vllm.platforms import current_platform
