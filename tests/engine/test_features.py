@@ -80,7 +80,7 @@ def test_prompts_around_the_sink(bf16: Engine, oscar: Engine, prose: list[int]) 
         (token,) = first[name].outputs[0].token_ids
         assert exact[0, token] >= exact[0].max() - 0.375  # three steps of a bfloat16 logit, see test_scheduling
         far = divergence(exact, oscar.log_probabilities(name, *span)).mean()
-        assert far < 5e-3, n  # measured: 0.0020 to 0.0027
+        assert far < 1e-2, n  # measured: 0.0020 to 0.0071, by processor
 
 
 def test_a_request_may_fill_the_models_length(oscar: Engine, prose: list[int]) -> None:
