@@ -55,16 +55,17 @@ def test_a_pipelines_pool_holds_all_requests_for_each_batch(monkeypatch: pytest.
     """Batches take turns, and any of them may hold all requests: each has what the pool is without a pipeline."""
     from vllm_oscar.integration import runtime as module
 
-    layer = SimpleNamespace(layout=PageLayout(64, 16), num_kv_heads=1, owns_cache=True)
+    layer = SimpleNamespace(layout=PageLayout(64, 16), num_kv_heads=1, owns_cache=True, sliding_window=None)
     slot = 16 * (4 * 64 + 8)  # bytes: two rows in BF16, and their words
     monkeypatch.setattr(module, "oscar_impls", lambda config: [layer])
 
     def slots(in_flight: int, affordable: int) -> tuple[int, int]:
         """Of the pool, and of a step."""
         runtime = module.OscarRuntime.__new__(module.OscarRuntime)
-        cache = SimpleNamespace(block_size=16, kv_cache_memory_bytes=2 * affordable * slot)
+        cache = SimpleNamespace(block_size=16, kv_cache_memory_bytes=2 * affordable * slot, num_gpu_blocks_override=99)
         runtime.vllm_config = SimpleNamespace(
             cache_config=cache,
+            model_config=None,
             scheduler_config=SimpleNamespace(max_num_seqs=5),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
@@ -72,6 +73,7 @@ def test_a_pipelines_pool_holds_all_requests_for_each_batch(monkeypatch: pytest.
         runtime.pool_dtype, runtime.decode_threshold, runtime.block_size = torch.bfloat16, 1, 16
         runtime.num_slots, runtime.in_flight, runtime.counters, runtime._tables = 0, in_flight, module.Counters(), {}
         runtime.plan_pool(torch.device("cpu"))
+        runtime.vllm_config.compilation_config.static_forward_context["layer"] = SimpleNamespace(impl=layer)
         return runtime.num_slots, runtime.table(["layer"], 99, torch.device("cpu")).slots_per_step
 
     wanted, floor = 1 + 2 * 2, 2  # of a request: sink and two tails; sink and tail

@@ -199,7 +199,7 @@ class OscarRuntime:
         fitted = getattr(model, "original_max_model_len", None) == -1  # --max-model-len auto
         if fitted or cache.num_gpu_blocks_override is not None:
             return
-        block_size = cache.block_size
+        block_size = self.block_size
         block = sum(
             layer.layout.page_bytes(layer.num_kv_heads)
             for layer in oscar_impls(self.vllm_config)
