@@ -5,7 +5,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -216,11 +216,13 @@ def calibrate(
     start = time.perf_counter()
     solved: dict[int, LayerCalibration] = {}
     unknown, without_rope = [], []
-    measured = {index: state.statistics(index) for index in range(layers)}
-    absent = [index for index, statistics in measured.items() if not statistics.tensors]
-    key_bits = _key_bits({i: s for i, s in measured.items() if i not in absent}, fingerprint, recipe)
-    for index, bits in key_bits.items():
-        statistics = measured[index] if recipe.average is None else allocation.fitted(measured[index], bits)
+    # one layer's statistics at a time
+    measured = [index for index in range(layers) if state.statistics(index).tensors]
+    absent = [index for index in range(layers) if index not in measured]
+    for index, bits in _key_bits(state, measured, fingerprint, recipe).items():
+        statistics = state.statistics(index)
+        if recipe.average is not None:
+            statistics = allocation.fitted(statistics, bits)
         if recipe.aware:
             frequency = statistics.tensors.get("frequency")
             if frequency is None:
@@ -262,12 +264,12 @@ def calibrate(
     )
 
 
-def _key_bits(measured: Mapping[int, LayerStatistics], fingerprint: ModelFingerprint, recipe: Recipe) -> dict[int, int]:
+def _key_bits(state: State, measured: Sequence[int], fingerprint: ModelFingerprint, recipe: Recipe) -> dict[int, int]:
     """Of each layer that was measured."""
     if recipe.average is None:
         return dict.fromkeys(measured, recipe.key_bits)
     layout = PageLayout(fingerprint.head_size, 64, recipe.group_size, recipe.key_bits, recipe.value_bits)
-    losses = {index: allocation.losses(statistics) for index, statistics in measured.items()}
+    losses = {index: allocation.losses(state.statistics(index)) for index in measured}
     chosen = allocation.allocated(losses, allocation.steps(layout, len(losses), recipe.average))
     logger.info("bits of the layers' keys: %s", " ".join(map(str, chosen.values())))
     return chosen
