@@ -215,21 +215,22 @@ def calibrate(
         collect(model, data.ids, far if recipe.aware else None, state, advance, tune if tuned else None, calls_kept)
     start = time.perf_counter()
     solved: dict[int, LayerCalibration] = {}
-    unknown, without_rope = [], []
-    # one layer's statistics at a time
-    measured = [index for index in range(layers) if state.statistics(index).tensors]
-    absent = [index for index in range(layers) if index not in measured]
-    for index, bits in _key_bits(state, measured, fingerprint, recipe).items():
+    absent, unknown, without_rope = [], [], []
+    allocated = {} if recipe.average is None else _allocated(state, layers, fingerprint, recipe)
+    for index in range(layers):
         statistics = state.statistics(index)
-        if recipe.average is not None:
-            statistics = allocation.fitted(statistics, bits)
+        if not statistics.tensors:
+            absent.append(index)
+            continue
+        if index in allocated:
+            statistics = allocation.fitted(statistics, allocated[index])
         if recipe.aware:
             frequency = statistics.tensors.get("frequency")
             if frequency is None:
                 unknown.append(index)
             elif not len(frequency):
                 without_rope.append(index)
-        solved[index], idle = solve(statistics, replace(recipe, key_bits=bits, average=None))
+        solved[index], idle = solve(statistics, replace(recipe, key_bits=allocated.get(index, recipe.key_bits)))
         for letter, which in idle.items():
             if which:
                 logger.info("layer %d: plain Hadamard for %s of heads %s, as no INT2 token counts there",
@@ -264,12 +265,12 @@ def calibrate(
     )
 
 
-def _key_bits(state: State, measured: Sequence[int], fingerprint: ModelFingerprint, recipe: Recipe) -> dict[int, int]:
-    """Of each layer that was measured."""
-    if recipe.average is None:
-        return dict.fromkeys(measured, recipe.key_bits)
+def _allocated(state: State, layers: int, fingerprint: ModelFingerprint, recipe: Recipe) -> dict[int, int]:
+    """Bits of the keys of each layer that was measured, for a recipe with an average."""
+    assert recipe.average is not None
     layout = PageLayout(fingerprint.head_size, 64, recipe.group_size, recipe.key_bits, recipe.value_bits)
-    losses = {index: allocation.losses(state.statistics(index)) for index in measured}
+    measured = ((index, state.statistics(index)) for index in range(layers))  # one layer's at a time
+    losses = {index: allocation.losses(statistics) for index, statistics in measured if statistics.tensors}
     chosen = allocation.allocated(losses, allocation.steps(layout, len(losses), recipe.average))
     logger.info("bits of the layers' keys: %s", " ".join(map(str, chosen.values())))
     return chosen

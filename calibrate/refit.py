@@ -45,8 +45,9 @@ def refit(statistics: LayerStatistics, samples: Sequence[Keys], recipe: Recipe) 
         recipe: one with `refits`
 
     Returns:
-        The statistics, and "key_refit_transform", float64 (heads, D, D), and "key_loss", float64 (): the squared error
-        of the layer's output, in units that layers of a model share, that keys stored so leave.
+        The statistics, and "key_refit_transform", float64 (heads, D, D); for a recipe with an average also "key_loss",
+        float64 (): the squared error of the layer's output, in units that a model's layers share, that keys stored so
+        leave.
     """
     key = solve(statistics, recipe)[0].key
     rows = torch.cat([sample.rows.float() for sample in samples], 1).transpose(0, 1)  # (tokens, heads, D)
@@ -76,7 +77,9 @@ def refit(statistics: LayerStatistics, samples: Sequence[Keys], recipe: Recipe) 
     with single_threaded():
         step = torch.linalg.solve(left + ridge * torch.eye(left.shape[-1]).to(left), right)
         transform = torch.linalg.inv(before + step)
-    error = target - torch.einsum("nhd,hde->nhe", codes, before + step)
-    cost = key_moments(statistics, recipe.context, recipe.turning_pairs).error.to(error)
-    loss = (share * torch.einsum("nhd,hde,nhe->nh", error, cost, error)).sum()
-    return LayerStatistics(statistics.tensors | {"key_refit_transform": transform, "key_loss": loss})
+    found = {"key_refit_transform": transform}
+    if recipe.average is not None:
+        error = target - torch.einsum("nhd,hde->nhe", codes, before + step)
+        cost = key_moments(statistics, recipe.context, recipe.turning_pairs).error.to(error)
+        found["key_loss"] = (share * torch.einsum("nhd,hde,nhe->nh", error, cost, error)).sum()
+    return LayerStatistics(statistics.tensors | found)
