@@ -16,6 +16,15 @@ from vllm_oscar.rotation import Transform
 from vllm_oscar.turning import TurningMean
 
 
+class Described:
+    """A case that is called by what it changes of the default one."""
+
+    def __str__(self) -> str:
+        defaults = vars(type(self))
+        changed = [f"{name}={value}" for name, value in vars(self).items() if value != defaults.get(name)]
+        return " ".join(changed).replace("torch.", "") or "default"
+
+
 @dataclass(frozen=True)
 class Cache:
     """A layer's stored tokens.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gates.synthetic import Cache, fill, free_before_window, reference, turning_mean
+from gates.synthetic import Cache, Described, fill, free_before_window, reference, turning_mean
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.decode import DecodeTables, DecodeWorkspace, column_tiles, decode_attention
 from vllm_oscar.kernels.reads import ReadCounter
@@ -16,7 +16,7 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 3e-3}  # relative error of the
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Described):
     """One decode batch. turning: pairs of the keys' turning mean, whose rows add logits of `TURNING` on average (1 with
     sinks); layers: that the reads are counted for, 0 not to count; saturated, value_size: see `fill`; sinks: each query
     head has a sink logit, about as large as the logarithm of its tokens' sum; queries: of each sequence, where they are
@@ -43,10 +43,6 @@ class Case:
     sinks: bool = False
     queries: tuple[int, ...] = ()
     bits: tuple[int, int] = (2, 2)
-
-    def __str__(self) -> str:
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
-        return " ".join(changed).replace("torch.", "") or "default"
 
     @property
     def layout(self) -> PageLayout:

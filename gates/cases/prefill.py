@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gates.synthetic import fill, free_before_window, turning_mean
+from gates.synthetic import Described, fill, free_before_window, turning_mean
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.history import RestoreTables, plan
@@ -17,7 +17,7 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative error of a r
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Described):
     """A step: for each request (tokens before, new tokens); the first `decoding` of them are not asked; turning: pairs
     of the keys' turning mean; bias: size of the keys' constant mean; layers: that the reads are counted for, 0 not to
     count; saturated: see `fill`; sinks: each query head has a sink logit; bits: of keys and values."""
@@ -42,10 +42,6 @@ class Case:
     saturated: bool = False
     sinks: bool = False
     bits: tuple[int, int] = (2, 2)
-
-    def __str__(self) -> str:
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
-        return " ".join(changed).replace("torch.", "") or "default"
 
     @property
     def layout(self) -> PageLayout:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gates.synthetic import strided_pages, transform, turning_mean
+from gates.synthetic import Described, strided_pages, transform, turning_mean
 from vllm_oscar.cache_layer import LS_KEY_GAIN, RowCodec
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable, page_words
 from vllm_oscar.kernels.encode_metric import BATCH, MetricTables, ReencodeTable, encode_written, reencode, workspace
@@ -17,7 +17,7 @@ TURNING = 50.0  # size of a turning mean in units of the rows
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Described):
     """Tokens of one step. encoder is the keys'; `reencoded`: written as ls, then encoded again from the copies;
     turning: pairs of the keys' turning mean; bits: of keys and values."""
 
@@ -32,10 +32,6 @@ class Case:
     order: str = "padded"
     turning: int = 0
     bits: tuple[int, int] = (2, 2)
-
-    def __str__(self) -> str:
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != vars(Case).get(k)]
-        return " ".join(changed).replace("torch.", "") or "default"
 
     @property
     def layout(self) -> PageLayout:
