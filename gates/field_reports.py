@@ -41,7 +41,7 @@ def engine(folder: Path, dtype: str = "oscar", oscar: dict[str, Any] | None = No
     contract = {"sidecar": str(folder / "oscar" / "random.safetensors"), "sink": 16, "window": 32, **(oscar or {})}
     settings: dict[str, Any] = {
         "skip_tokenizer_init": True, "enforce_eager": True, "block_size": 32, "max_model_len": 512, "max_num_seqs": 8,
-        "max_num_batched_tokens": 512, "seed": 0, "gpu_memory_utilization": 0.2,
+        "max_num_batched_tokens": 512, "seed": 0, "kv_cache_memory_bytes": 1 << 30,
     }  # fmt: skip
     if dtype == "oscar":
         settings["additional_config"] = {"oscar": contract}

@@ -78,7 +78,7 @@ def mixed_lengths(crowd: Crowd, seconds: float) -> None:
 def one_long_prompt(crowd: Crowd, seconds: float) -> None:
     """64 decodes, among which a prompt of 100K is computed, and then decodes itself."""
     for _ in range(REQUESTS):
-        crowd.add(1_000, 2_000)
+        crowd.add(1_000, 500)
     for _ in range(100):  # all decode
         crowd.step()
     crowd.add(LONG, 64)

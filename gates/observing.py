@@ -146,7 +146,10 @@ class Observer:
                 impl.sink_logits,
             )
             got = output[start:end].view(heads).float()
-            assert torch.isfinite(got).all(), "a layer's output is not finite"
+            where = f"{layer.layer_name}, request {request} of {before} + {end - start} tokens"
+            for given in (query, key, value):
+                assert torch.isfinite(given[start:end]).all(), f"what a layer is given is not finite: {where}"
+            assert torch.isfinite(got).all(), f"a layer's output is not finite: {where}"
             error = float((got - wanted).norm() / wanted.norm().clamp(min=1e-6))
             self.seen.errors.append(error / (DECODE if decodes else PREFILL))
 

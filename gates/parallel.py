@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gates.side_by_side import Process, failed, side_by_side
+from gates.side_by_side import Process, compared
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 FOLDER = Path("/tmp/oscar-verify-parallel/tiny")
@@ -132,15 +132,9 @@ def main() -> int:
         out.unlink(missing_ok=True)
         command = [sys.executable, "-m", "gates.parallel", "--case", name, str(sidecar), str(out)]
         processes[name] = Process(command, out.with_suffix(".log"))
-    results: dict[str, Any] = {}
     any_failed = False
-    for name, lines in side_by_side(processes):
-        any_failed |= failed(lines)
-        if not failed(lines):
-            results[name] = json.loads(outs[name].read_text())
-        if ALONE in results:  # those that ended earlier have waited for it
-            for other in [other for other in results if other != ALONE]:
-                any_failed |= not agrees(other, results.pop(other), results[ALONE])
+    for name, found, base in compared(processes, outs, ALONE):
+        any_failed |= found is None or not agrees(name, found, base)
     return int(any_failed)
 
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gates.side_by_side import Process, failed, side_by_side
+from gates.side_by_side import Process, compared
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path("/tmp/oscar-schedules")
@@ -158,6 +158,9 @@ def run(engine: Engine, alone: bool, model: str, sidecar: str) -> dict[str, Any]
         "prompt_lookup_max": 3,
         "prompt_lookup_min": 1,
     }
+    compilation: dict[str, Any] = {"mode": 0}
+    if ON_GPU:  # V1 compiles its kernel for n-grams, and starts with no other mode
+        compilation = {"mode": 3 if engine.drafts and not engine.v2 else 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     llm = LLM(
         model,
         skip_tokenizer_init=True,
@@ -171,7 +174,7 @@ def run(engine: Engine, alone: bool, model: str, sidecar: str) -> dict[str, Any]
         gpu_memory_utilization=0.03,  # the engines run side by side
         async_scheduling=engine.is_async,
         speculative_config=drafts if engine.drafts else None,
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if ON_GPU else {"mode": 0},
+        compilation_config=compilation,
         disable_log_stats=False,
         seed=0,
         additional_config={"oscar": {"sidecar": sidecar, "sink": SINK, "window": WINDOW, "pool_share": 0.4}},
@@ -282,17 +285,13 @@ def main() -> int:
         command = [sys.executable, "-m", "gates.schedules", "--engine", name, str(outs[name])]
         command += ["--model", str(model), "--sidecar", str(sidecar)]
         processes[name] = Process(command, FOLDER / f"{number}.log", environment(ENGINES.get(name, Engine())))
-    results: dict[str, Any] = {}
     any_failed = False
-    for name, lines in side_by_side(processes):
-        any_failed |= failed(lines)
-        if not failed(lines):
-            results[name] = json.loads(outs[name].read_text())
-        if ALONE in results:  # those that ended earlier have waited for it
-            for other in [other for other in results if other != ALONE]:
-                for passed, line in verdicts(results.pop(other), results[ALONE], ENGINES[other].drafts):
-                    any_failed |= not passed
-                    print(f"{'PASS' if passed else 'FAIL'} {other}: {line}", flush=True)
+    for name, found, base in compared(processes, outs, ALONE):
+        any_failed |= found is None
+        if found is not None:
+            for passed, line in verdicts(found, base, ENGINES[name].drafts):
+                any_failed |= not passed
+                print(f"{'PASS' if passed else 'FAIL'} {name}: {line}", flush=True)
     return int(any_failed)
 
 

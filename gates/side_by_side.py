@@ -1,11 +1,13 @@
 """Engines side by side, a process each, whose verdicts are printed as they come: a run that is cut short keeps them."""
 
+import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 VERDICTS = ("PASS", "FAIL", "LEFT OUT")  # how the lines of a gate begin
 
@@ -57,3 +59,23 @@ def side_by_side(processes: Mapping[str, Process]) -> Iterator[tuple[str, list[s
 def failed(lines: list[str]) -> bool:
     """Whether a verdict says so."""
     return any(line.startswith("FAIL") for line in lines)
+
+
+def compared(
+    processes: Mapping[str, Process], outs: Mapping[str, Path], base: str
+) -> Iterator[tuple[str, Any | None, Any]]:
+    """Run all at once; yields each one's name and what it wrote beside what the base wrote, as soon as both have ended.
+    Of one that failed, the base too: None.
+
+    Args:
+        outs: JSON files that the processes write
+    """
+    results: dict[str, Any] = {}
+    for name, lines in side_by_side(processes):
+        if failed(lines):
+            yield name, None, None
+            continue
+        results[name] = json.loads(outs[name].read_text())
+        if base in results:  # those that ended earlier have waited for it
+            for other in [other for other in results if other != base]:
+                yield other, results.pop(other), results[base]
