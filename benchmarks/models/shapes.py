@@ -136,7 +136,8 @@ def random_adapter(folder: Path) -> Path:
     from safetensors.torch import save_file
 
     shape = json.loads((folder / "config.json").read_text())
-    hidden, size = shape["hidden_size"], shape["head_dim"]
+    hidden = shape["hidden_size"]
+    size = shape.get("head_dim") or hidden // shape["num_attention_heads"]
     queries, keys = size * shape["num_attention_heads"], size * shape["num_key_value_heads"]
     sizes = {"q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "o": (queries, hidden)}
     generator = torch.Generator().manual_seed(0)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from benchmarks.models.checkpoints import add_sinks
 from benchmarks.models.shapes import random_sidecar
-from tests.engine.checkpoints import add_sinks
 from tests.engine.conftest import TINY, divergence
 from vllm_oscar.errors import UnsupportedError
 

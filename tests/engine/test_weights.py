@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from tests.engine.checkpoints import FORMATS, FP8_CACHE, add_cache_scales
+from benchmarks.models.checkpoints import FORMATS, FP8_CACHE, add_cache_scales
 from tests.engine.conftest import divergence
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from benchmarks.models.checkpoints import FORMATS, add_cache_scales  # noqa: E402
 from examples import awq  # noqa: E402
-from tests.engine.checkpoints import FORMATS, add_cache_scales  # noqa: E402
 from tests.unit.tiny_models import tiny, tokens  # noqa: E402
 from vllm_oscar import errors  # noqa: E402
 from vllm_oscar.calibrate.dequantize import dequantize, quantization  # noqa: E402
