@@ -37,7 +37,7 @@ from vllm_oscar.kernels.prepare import (
 )
 from vllm_oscar.kernels.product import scaled
 from vllm_oscar.kernels.reads import ReadCounter
-from vllm_oscar.kernels.segments import FIELDS, Segments, granule, segments_of, tile_tokens
+from vllm_oscar.kernels.segments import FIELDS, Segments, granule, registers, segments_of, tile_tokens
 from vllm_oscar.kernels.turning import add_waves, cos_sin, depth, halves, wave_tables, waves
 from vllm_oscar.kernels.unpack import POSITIONS, in_bytes, ninth_bit, offset_of, scale_of, unpack, weight, weights
 from vllm_oscar.page_layout import PageLayout
@@ -818,6 +818,7 @@ def decode_attention(
         words.stride(0), words.stride(1), pool.rows.stride(0), pool.rows.stride(1), block_table.stride(0),
         FORM=form, COLUMNS=FIELDS.value, STAGES=_STAGES, COPY_STAGES=_COPY_STAGES,
         SINK_LOGITS=sink_logits is not None, RELEASES=supported(query.device), num_warps=1,
+        maxnreg=registers(layout),
     )  # fmt: skip
     merge_segments(
         workspace.partial, workspace.lse, segments, tables.value_inverse_t, tables.value_unit, tables.value_mean, q_len,

@@ -17,6 +17,7 @@ from vllm_oscar.kernels.prepare import queries_of
 from vllm_oscar.kernels.segments import Segments
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_FEW = 16  # (sequence, KV head, column tile) triples up to which their columns are split too
 _SMALL = 512  # (sequence, KV head, column tile) triples up to which every sequence has programs of its own
 
 
@@ -25,10 +26,12 @@ def _merge(
     partial, lse, first, starts, ragged, inverse, unit, mean, sink_logits, out, seqs, stride_token, stride_head,
     HEADS: tl.constexpr, RATIO: tl.constexpr, Q_LEN: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, SEQS: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, SINK_LOGITS: tl.constexpr, launch_pdl: tl.constexpr,
+    ROWS: tl.constexpr, SPLIT: tl.constexpr, SINK_LOGITS: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """SEQS sequences, COLUMNS columns of the tile, BLOCK segments at a time, ROWS channels of the output."""
-    place = tl.program_id(0)
+    """SEQS sequences, COLUMNS columns of the tile, of which SPLIT programs take as many each, BLOCK segments at a time,
+    ROWS channels of the output."""
+    place = tl.program_id(0) // SPLIT
+    first_column = tl.program_id(0) % SPLIT * COLUMNS
     head, tile = place // TILES, place % TILES
     e = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, DP)
@@ -43,7 +46,7 @@ def _merge(
     row = tl.arange(0, BLOCK * C)
     ahead = row // C
     seq = tl.program_id(1) * SEQS + row // COLUMNS % SEQS
-    column = row % COLUMNS
+    column = first_column + row % COLUMNS
     begin = tl.load(first + seq, mask=seq < seqs, other=0)
     count = tl.load(first + seq + 1, mask=seq < seqs, other=0) - begin
     queries = queries_of(starts, ragged, seq, seq < seqs, Q_LEN)[1]
@@ -76,7 +79,7 @@ def _merge(
 
     column = tl.arange(0, C)
     seq = tl.program_id(1) * SEQS + column // COLUMNS
-    pair = tile * N + column % COLUMNS
+    pair = tile * N + first_column + column % COLUMNS
     if SINK_LOGITS:
         sink = tl.load(sink_logits + head * RATIO + pair % RATIO).to(tl.float32) * _LOG2E
         lead = tl.minimum(sink - top - tl.log2(tl.maximum(total, 1e-30)), 126.0)  # of all tokens together
@@ -88,8 +91,8 @@ def _merge(
     tl.store(target[None, :] + e[:, None], x.to(out.dtype.element_ty), mask=kept[None, :] & (e < D)[:, None])
 
 
-def shares(seqs: int, places: int, columns: int, padded: int, segments: int) -> tuple[int, int, int]:
-    """Sequences, channels of the output and segments at a time of a program.
+def shares(seqs: int, places: int, columns: int, padded: int, segments: int) -> tuple[int, int, int, int]:
+    """Sequences, channels of the output, segments at a time and columns of a program.
 
     Args:
         places: KV heads times column tiles
@@ -99,10 +102,13 @@ def shares(seqs: int, places: int, columns: int, padded: int, segments: int) -> 
     pairs = seqs * places
     share = 1 if pairs <= _SMALL else 4
     rows = min((64 if padded <= 128 else 32) if pairs <= 256 else 128, padded)
+    each = segments // seqs
+    if pairs <= _FEW and each >= 8:  # many segments: a program has one column, and reads that much less of each
+        return share, rows, min(triton.next_power_of_2(each), 32), 1
     width = share * columns
     # few segments at a time: adding up the rows of a block at the end costs more than some rounds of the loop
-    block = min(8 if pairs <= 8 else 4, triton.next_power_of_2(segments // seqs), 16384 // (width * padded))
-    return share, rows, max(block, 8 // width, 1)
+    block = min(8 if pairs <= 8 else 4, triton.next_power_of_2(each), 16384 // (width * padded))
+    return share, rows, max(block, 8 // width, 1), columns
 
 
 def merge_segments(
@@ -135,12 +141,13 @@ def merge_segments(
     n, tiles = tile
     seqs = segments.first.shape[0] - 1
     padded = triton.next_power_of_2(head_size)
-    columns = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
-    share, rows, block = shares(seqs, heads * tiles, columns, padded, segments.table.shape[0])
-    _merge[(heads * tiles, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
+    used = triton.next_power_of_2(min(n, q_len * (out.shape[1] // heads)))
+    share, rows, block, columns = shares(seqs, heads * tiles, used, padded, segments.table.shape[0])
+    split = used // columns
+    _merge[(heads * tiles * split, triton.cdiv(seqs, share), triton.cdiv(head_size, rows))](
         partial, lse, segments.first, starts, ragged, inverse_t, unit, mean, sink_logits, out, seqs, out.stride(0),
         out.stride(1),
         HEADS=heads, RATIO=out.shape[1] // heads, Q_LEN=q_len, TILES=tiles, N=n, COLUMNS=columns,
-        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows,
+        D=head_size, DP=padded, SEQS=share, BLOCK=block, ROWS=rows, SPLIT=split,
         SINK_LOGITS=sink_logits is not None, launch_pdl=supported(out.device), num_warps=4,
     )  # fmt: skip

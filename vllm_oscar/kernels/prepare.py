@@ -125,7 +125,7 @@ def _find_copies(
     page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
     Q_LEN: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, META: tl.constexpr, SINKS: tl.constexpr,
     WINDOW: tl.constexpr, CAPACITY: tl.constexpr, T: tl.constexpr, TOKENS: tl.constexpr, LAYERS: tl.constexpr,
-    SINK: tl.constexpr, SLIDING_WINDOW: tl.constexpr,
+    SINK: tl.constexpr, SLIDING_WINDOW: tl.constexpr, launch_pdl: tl.constexpr,
 ):  # fmt: skip
     """Entries from `first` on of one sequence and head: a copy counts if the contract names its token and its words
     are the page's."""
@@ -137,6 +137,7 @@ def _find_copies(
     off = token % P * (2 * GROUPS)
     page = pages32 + block.to(tl.int64) * page_block_stride + head.to(tl.int64) * page_head_stride + META // 4 + off
     proof = words + slot.to(tl.int64) * words_slot_stride + head * words_head_stride + off
+    wait(launch_pdl)  # tables are of the step; words may have been written just now
     copied = proven(page, proof, slot >= 0, 2 * GROUPS)
     tl.store(copies + i, tl.where(copied, slot, -1), mask=i < CAPACITY)
     if LAYERS:
@@ -165,7 +166,7 @@ def _prepare(
     LAYERS: tl.constexpr, SINK: tl.constexpr, SLIDING_WINDOW: tl.constexpr, BITS: tl.constexpr,
     launch_pdl: tl.constexpr,
 ):  # fmt: skip
-    """The first programs fold, the others look for copies, which may have been written just now."""
+    """The first programs fold, the others look for copies."""
     program, head = tl.program_id(0), tl.program_id(1)
     folding = tl.cdiv(seqs, SEQS) * TILES
     if program < folding:
@@ -176,7 +177,6 @@ def _prepare(
         )  # fmt: skip
         wait(launch_pdl)
     else:
-        wait(launch_pdl)
         chunks: tl.constexpr = (CAPACITY + TOKENS - 1) // TOKENS
         seq = (program - folding) // chunks
         length = tl.load(seq_lens + seq)
@@ -186,6 +186,7 @@ def _prepare(
             copies + (seq * HEADS + head) * CAPACITY, reads, (program - folding) % chunks * TOKENS, head,
             page_block_stride, page_head_stride, words_slot_stride, words_head_stride,
             Q_LEN, GROUPS, P, META, SINKS, WINDOW, CAPACITY, T, TOKENS, LAYERS, SINK, SLIDING_WINDOW,
+            launch_pdl,
         )  # fmt: skip
 
 
