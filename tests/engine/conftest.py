@@ -79,9 +79,11 @@ class Engine:
         """Name, first and last + 1 row of each request of the step that runs."""
         return [(name.rsplit("-", 1)[0], start, end) for name, _, start, end in self.batches.now()]
 
-    def _record(self, module: torch.nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> None:
+    def _record(self, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         from vllm.forward_context import get_forward_context
 
+        if isinstance(output, tuple):  # with what an EAGLE-3 head takes
+            output = output[0]
         self.metadata = get_forward_context().attn_metadata
         for name, start, end in self.segments():
             positions = kwargs["positions"][start:end].tolist()
@@ -175,7 +177,8 @@ class Engine:
     def impls(self) -> list[Any]:
         """The OSCAR layers, in the order of the model."""
         layers = self.runner.compilation_config.static_forward_context.values()
-        return [layer.impl for layer in layers if hasattr(layer, "impl")]  # experts are layers too
+        # experts are layers too, and a draft has layers of its own
+        return [layer.impl for layer in layers if hasattr(getattr(layer, "impl", None), "runtime")]
 
     @property
     def runtime(self) -> Any:

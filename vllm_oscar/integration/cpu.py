@@ -13,6 +13,7 @@ from vllm_oscar.attention import StoredRows, attend, attend_fused
 from vllm_oscar.cache_layer import CacheLayer
 from vllm_oscar.hot_pool import SlotTable
 from vllm_oscar.integration.layer import OscarImpl
+from vllm_oscar.integration.refusal import refuse_padded_pages
 from vllm_oscar.integration.runtime import OscarRuntime
 from vllm_oscar.page_layout import PageViews
 
@@ -62,6 +63,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_padded_pages(kv_cache_spec)
         self.runtime = OscarRuntime.shared(vllm_config)
         if not self.runtime.builders:
             self.runtime.announce("torch reference on CPU")

@@ -18,6 +18,7 @@ from vllm_oscar.hot_pool import SlotTable
 from vllm_oscar.integration import seams, warm_up
 from vllm_oscar.integration.flash import attention_for
 from vllm_oscar.integration.layer import OscarImpl
+from vllm_oscar.integration.refusal import refuse_padded_pages
 from vllm_oscar.integration.runtime import OscarRuntime
 from vllm_oscar.integration.sleep import lost_in_sleep
 from vllm_oscar.kernels import encode_metric, slots
@@ -77,6 +78,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_padded_pages(kv_cache_spec)
         self.runtime = OscarRuntime.shared(vllm_config)
         self.runtime.builders[layer_names[0]] = self
         self._init_reorder_batch_threshold(self.runtime.decode_threshold)

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
+# the remedy where vLLM would plan pages of one size: it then plans a group of pages of several sizes
+ONE_KIND = (
+    "use --disable-hybrid-kv-cache-manager, with which layers that have a sliding window keep all tokens (in INT2)"
+)
+# speculative methods whose drafts have no keys and values
+DRAFTS_WITHOUT_CACHE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+# and those with layers of their own, which the field kv_cache_dtype of --speculative-config reaches
+DRAFTS_WITH_CACHE = frozenset({"draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"})
 
 
 def refuse(condition: Any, what: str, instead: str = "use --kv-cache-dtype fp8 or auto") -> None:
@@ -49,23 +57,20 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     chosen = attention.backend
     refuse(chosen is not None, f"another attention backend ({getattr(chosen, 'name', '')})", "leave it out")
     refuse(attention.use_non_causal, "non-causal attention")
-    speculative = vllm_config.speculative_config
-    method = getattr(speculative, "method", None)
-    drafts_apart = method == "draft_model" and getattr(speculative, "kv_cache_dtype", None) not in (None, DTYPE)
-    refuse(
-        method is not None and not method.startswith(("ngram", "suffix")) and not drafts_apart,
-        f"drafts by a model (speculative method {method!r}) in the cache: no sidecar describes their layers",
-        'use {"method": "ngram"} in --speculative-config, or {"method": "draft_model", "kv_cache_dtype": "auto", ...}',
+    refuse_unsupported_drafts(vllm_config.speculative_config)
+    drafts_apart = vllm_config.speculative_config is not None and (
+        vllm_config.speculative_config.method in DRAFTS_WITH_CACHE
     )
     skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
     refuse(
         # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved. From 0.28 on
         # it gives layers with a window smaller blocks, which fit INT2's pages
         len(set(_layer_types(vllm_config))) > 1
+        and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
         and (drafts_apart or (skipped and not keeps_windows_in_16_bits(vllm_config))),
-        "layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft model's) where only some layers have a sliding "
+        "layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft's) where only some layers have a sliding "
         "window: vLLM would make INT2 pages as large as theirs",
-        "leave them out: layers with a sliding window are served in INT2 too"
+        f"{ONE_KIND}, or leave them out: layers with a sliding window are served in INT2 too"
         + (", or alone in 16 bits (--kv-cache-dtype-skip-layers sliding_window)" if asks_for_pages() else ""),
     )
     refuse(
@@ -97,6 +102,46 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         vllm_config.kv_transfer_config is not None,
         "KV connectors and offloading",
         "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
+    )
+
+
+def refuse_unsupported_drafts(speculative: Any) -> None:
+    """Drafts whose keys and values would be ours, or are the target's.
+
+    Args:
+        speculative: vLLM's SpeculativeConfig, or None
+    """
+    if speculative is None:
+        return
+    method, draft = speculative.method, speculative.draft_model_config
+    refuse(
+        method not in DRAFTS_WITHOUT_CACHE | DRAFTS_WITH_CACHE,
+        f"speculative method {method!r}: it may write rows of its own into our pages",
+        f"use one of {', '.join(sorted(DRAFTS_WITHOUT_CACHE | DRAFTS_WITH_CACHE))}",
+    )
+    refuse(
+        method in DRAFTS_WITH_CACHE and speculative.kv_cache_dtype in (None, DTYPE),
+        f"drafts (speculative method {method!r}) in its own pages: no sidecar describes their layers",
+        'put "kv_cache_dtype": "auto" into --speculative-config',
+    )
+    refuse(
+        method == "mtp" and getattr(draft.hf_config, "model_type", None) == "gemma4_mtp",
+        "Gemma-4's drafting head, which reads the target's keys and values",
+        'use {"method": "ngram"} or an EAGLE head in --speculative-config',
+    )
+
+
+def refuse_padded_pages(spec: Any) -> None:
+    """Pages that vLLM made as large as those of other layers, once it has planned them.
+
+    Args:
+        spec: vLLM's, of layers of ours
+    """
+    refuse(
+        spec.page_size_padded not in (None, spec.unpadded_page_size_bytes),
+        f"pages of {spec.unpadded_page_size_bytes} bytes beside layers in 16 bits, a draft's or others, for which vLLM "
+        f"makes them {spec.page_size_padded} large",
+        f"{ONE_KIND}, or leave those layers out",
     )
 
 

@@ -29,7 +29,12 @@ from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
 from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
-from vllm_oscar.integration.refusal import refuse_other_layers, refuse_pages_of_several_sizes, refuse_unsupported_engine
+from vllm_oscar.integration.refusal import (
+    DRAFTS_WITH_CACHE,
+    refuse_other_layers,
+    refuse_pages_of_several_sizes,
+    refuse_unsupported_engine,
+)
 from vllm_oscar.integration.seams import asks_for_pages
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
@@ -233,27 +238,33 @@ class OscarRuntime:
             kernels: what runs the layers
         """
         layers = self.vllm_config.compilation_config.static_forward_context.values()
-        impls = [layer.impl for layer in layers if hasattr(getattr(layer, "impl", None), "head_size")]
+        attention = [layer for layer in layers if hasattr(getattr(layer, "impl", None), "head_size")]
         ours = oscar_impls(self.vllm_config)
         owning = [impl for impl in ours if impl.owns_cache]
         int2 = sum(impl.token_bytes * impl.num_kv_heads for impl in owning)
         bf16 = sum(4 * impl.head_size * impl.num_kv_heads for impl in owning)
+        # layers that the user keeps in 16 bits, and a draft's
+        others = [layer for layer in attention if not isinstance(layer.impl, type(ours[0]))]
+        specs = [spec for layer in others if (spec := layer.get_kv_cache_spec(self.vllm_config)) is not None]
+        other = sum(spec.page_size_bytes // spec.block_size for spec in specs)
         room = ""
-        cache = self.vllm_config.cache_config
-        if len(ours) == len(impls) and len({impl.sliding_window for impl in ours}) == 1:
+        cache, scheduler = self.vllm_config.cache_config, self.vllm_config.scheduler_config
+        windows = {impl.sliding_window for impl in ours} | {getattr(spec, "sliding_window", None) for spec in specs}
+        if len(windows) == 1 or scheduler.disable_hybrid_kv_cache_manager:  # all layers keep the same tokens
             tokens = cache.num_gpu_blocks * self.block_size
-            ratio = tokens * bf16 / (tokens * int2 + self.pool_bytes)
+            ratio = tokens * (bf16 + other) / (tokens * (int2 + other) + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"
         logger.info(
-            "OSCAR %s, %s: %d layers with %s an element, %d not; %s bytes a token in the former, %s with 16 bits%s; "
+            "OSCAR %s, %s: %d layers with %s an element, %d not; %s bytes a token in the former, %s with 16 bits%s%s; "
             "sidecar %s",
             __version__,
             kernels,
             len(ours),
             self.sidecar.bits_in_words,
-            len(impls) - len(ours),
+            len(others),
             f"{int2:,}",
             f"{bf16:,}",
+            f", and {other:,} in the latter" if others else "",
             room,
             self.sidecar.digest[:12] if self.config.rotation == "calibrated" else "none (Hadamard)",
         )
@@ -409,6 +420,20 @@ def calibrate_if_missing(vllm_config: "VllmConfig") -> None:
     if not options.calibrate or options.sidecar or options.rotation == "hadamard":
         return
     calibrate_missing(vllm_config.model_config, options.calibrate if isinstance(options.calibrate, str) else "")
+
+
+def keep_drafts_in_16_bits(vllm_config: "VllmConfig") -> None:
+    """Give a draft's own layers the dtype "auto", unless the user chose one: else they would inherit ours, for which
+    no sidecar has their calibration."""
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method not in DRAFTS_WITH_CACHE or speculative.kv_cache_dtype is not None:
+        return
+    speculative.kv_cache_dtype = "auto"
+    logger.info(
+        "OSCAR leaves the draft's layers (speculative method %s) in 16 bits, beside the target's in INT2: "
+        '"kv_cache_dtype" in --speculative-config chooses otherwise',
+        speculative.method,
+    )
 
 
 def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> None:

@@ -228,8 +228,8 @@ def requests_at_a_time(batched_tokens: int | None, active: int | None) -> int:
 def check_first() -> Callable[[], None]:
     """What cannot be served is refused by the process that the user started, before it starts others: theirs ends
     as "Engine core initialization failed", far below the reason. A missing sidecar is made here where the options ask
-    for it, while the memory of the GPU is free. And a number of requests that nobody chose becomes one that the pool
-    holds: vLLM's is 1,024 on large GPUs.
+    for it, while the memory of the GPU is free. A draft's layers get a dtype that can be served, and a number of
+    requests that nobody chose becomes one that the pool holds: vLLM's is 1,024 on large GPUs.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -249,8 +249,9 @@ def check_first() -> Callable[[], None]:
             )
         vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
         if vllm_config.cache_config.cache_dtype == DTYPE:
-            from vllm_oscar.integration.runtime import asked_for, calibrate_if_missing
+            from vllm_oscar.integration.runtime import asked_for, calibrate_if_missing, keep_drafts_in_16_bits
 
+            keep_drafts_in_16_bits(vllm_config)
             calibrate_if_missing(vllm_config)
             asked_for(vllm_config, lambda fingerprint: range(0))
         return vllm_config
