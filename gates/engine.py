@@ -23,6 +23,7 @@ from typing import Any
 
 from packaging.version import Version
 
+from benchmarks.models.heads import MIMO, head_folder, head_weights
 from benchmarks.models.shapes import GEMMA2, GPT_OSS, prompts
 from gates.side_by_side import Process, failed, side_by_side
 
@@ -117,6 +118,7 @@ class Setting:
         modes: with CUDA graphs, eagerly
         weights: whether they are on the disk; else they are vLLM's dummies
         mxfp4: whether those of experts are in MXFP4
+        head: speculative method and number of drafts, where a head beside the model drafts
         more: what comes after the usual cases
         reencoded: whether decoding goes on until keys leave the window, to see them encoded again
         audited: whether the pool is, in every step
@@ -132,6 +134,7 @@ class Setting:
     modes: tuple[str, ...] = ("graphs",)
     weights: bool = False
     mxfp4: bool = False
+    head: tuple[str, int] | None = None
     more: Callable[[Any, Path, Ask], Verdicts] | None = None
     reencoded: bool = False
     audited: bool = False
@@ -142,6 +145,9 @@ BOTH = ("graphs", "eager")
 # on the host, which knows how many each request has
 SEVERAL = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+DEEPER = {"num_hidden_layers": 4}  # an EAGLE-3 head takes the states of three
+GPT_OSS_4 = GPT_OSS | DEEPER | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}  # where layers that slide keep all tokens
 # reaches from before the window to keys that were written by decoding and have left it
 Reencoded = functools.partial(Setting, options=DECODE_GRAPHS, oscar={"sink": 16, "window": 64}, reencoded=True)
 SETTINGS: dict[str, Setting] = {
@@ -158,6 +164,15 @@ SETTINGS: dict[str, Setting] = {
     "steps of 8,192": Setting(options={"max_model_len": 8448, "max_num_batched_tokens": 8192}),
     "drafts of several lengths": Setting(options={"speculative_config": SEVERAL}, modes=("eager",)),
     "drafts": Setting(options={"speculative_config": DRAFTS}, modes=BOTH),
+    "EAGLE-3, 1 draft": Setting(DEEPER, head=("eagle3", 1)),
+    "EAGLE-3, 3 drafts": Setting(DEEPER, head=("eagle3", 3), modes=BOTH),
+    "EAGLE-3, 5 drafts, short of blocks": Setting(
+        DEEPER, {"block_size": 16, "num_gpu_blocks_override": 900}, head=("eagle3", 5)
+    ),
+    "EAGLE, D64, 3 drafts": Setting({"head_dim": 64}, DECODE_GRAPHS, head=("eagle", 3)),
+    "MTP, 1 draft": Setting(MIMO, head=("mtp", 1)),
+    "MTP, 3 drafts": Setting(MIMO, head=("mtp", 3)),
+    "gpt-oss, EAGLE-3, 3 drafts": Setting(GPT_OSS_4, ONE_GROUP, head=("eagle3", 3), weights=True),
     "D80, turning, new weights, sleep": Setting(
         {"head_dim": 80}, DECODE_GRAPHS | {"enable_sleep_mode": True}, turning=3, weights=True,
         more=new_weights_and_sleep,
@@ -197,6 +212,12 @@ def run(setting: Setting, folder: Path, sidecar: Path, eager: bool) -> Verdicts:
         "max_model_len": 4096,
         "max_num_batched_tokens": 512,
     } | setting.options
+    if setting.head:
+        method, drafts = setting.head
+        options["speculative_config"] = {"method": method, "num_speculative_tokens": drafts}
+        if method != "mtp":  # whose head is in the model's own files
+            head = (head_weights if setting.weights else head_folder)(folder, method)
+            options["speculative_config"]["model"] = str(head)
     llm = LLM(
         str(folder),
         load_format="auto" if setting.weights else "dummy",

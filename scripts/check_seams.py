@@ -52,11 +52,14 @@ RECEIVERS = {
 # attributes that no receiver's name gives away
 ATTRIBUTES = {
     "vllm.model_executor.layers.attention.Attention": "impl kv_cache kv_cache_dtype head_size_v get_kv_cache_spec",
-    "vllm.v1.kv_cache_interface.AttentionSpec": "block_size num_kv_heads head_size dtype page_size_padded",
+    "vllm.v1.kv_cache_interface.AttentionSpec": (
+        "block_size num_kv_heads head_size dtype page_size_padded unpadded_page_size_bytes page_size_bytes"
+    ),
     "vllm.v1.kv_cache_interface.FullAttentionSpec": "head_size_v page_size_bytes",
     "vllm.v1.kv_cache_interface.SlidingWindowSpec": "head_size_v page_size_bytes",
     "vllm.v1.attention.backends.registry.AttentionBackendEnum": "CUSTOM",
-    "vllm.config.SpeculativeConfig": "method num_speculative_tokens kv_cache_dtype",
+    "vllm.config.SpeculativeConfig": "method num_speculative_tokens kv_cache_dtype draft_model_config",
+    "vllm.config.SchedulerConfig": "disable_hybrid_kv_cache_manager",
     "vllm.engine.arg_utils.EngineArgs": "kv_cache_dtype max_num_seqs",
     "vllm.config.CacheConfig": "cache_dtype kv_sharing_fast_prefill",
     "vllm.config.ParallelConfig": "prefill_context_parallel_size use_ubatching",

@@ -13,6 +13,13 @@ import torch
 _TARGETS = (
     "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size max_position_embeddings"
 )
+# changes that make the "tiny" model of `shapes` MiMo's, a Qwen2 with a head in its files, as vLLM goes by architecture
+MIMO: dict[str, object] = {
+    "architectures": ["MiMoForCausalLM"],
+    "model_type": "qwen2",
+    "head_dim": 64,
+    "num_nextn_predict_layers": 1,
+}
 SMALL = 0.02  # standard deviation of weights in the head's layer
 
 
@@ -32,9 +39,10 @@ def head_folder(target: Path, method: str) -> Path:
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    if method == "eagle3":
-        # after which layers the target's hidden states are taken
-        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, model["num_hidden_layers"] - 1]}
+    if method == "eagle3":  # after which layers the target's hidden states are taken; checkpoints say it in either way
+        layers = [1, 2, model["num_hidden_layers"] - 1]
+        config["eagle_aux_hidden_state_layer_ids"] = layers
+        config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layers}
     folder = target / method
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -67,13 +75,13 @@ def mimo_weights(folder: Path, config: Mapping[str, Any]) -> Path:
     """A checkpoint of MiMo: Qwen2 with a head (MTP) in the same files.
 
     Args:
-        config: of a Qwen2; vLLM goes by the architecture, and transformers by the model type
+        config: of a Qwen2
     """
     from safetensors.torch import load_file, save_file
 
     from benchmarks.models.shapes import random_weights
 
-    mimo = {**config, "architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    mimo = {**config, **MIMO}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(mimo))
     random_weights(folder)

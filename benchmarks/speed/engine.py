@@ -5,6 +5,10 @@
 Contexts of decode steps are not prefilled: the scheduler is told that they are computed, and gets blocks of their
 own with zeroed pages, whose zero words prove the zeroed copies. What a step reads is the same; what it answers is not
 looked at. Everything else (prefill, short requests) runs as users run it.
+
+    python -m benchmarks.speed.engine --dtypes auto oscar --parts heads --drafts 3
+
+gives both the same drafting head of one layer, in 16 bits, and accepts the same share of its drafts, chosen by chance.
 """
 
 import argparse
@@ -22,6 +26,7 @@ from typing import Any
 H100_KV_BYTES = 452512 * 36 * 8 * 2 * 128 * 2  # what BF16 has left on an 80 GB H100 at utilization 0.9, Qwen3-4B
 FIELDS = ["dtype", "what", "value", "unit"]
 DECODE = [(8, 1024), (32, 4096), (8, 32768), (4, 100000)]
+HEADS = [(8, 1024), (4, 100000)]
 
 
 def pretend_computed(llm: Any) -> None:
@@ -79,6 +84,26 @@ def decode_step(llm: Any, batch: int, context: int, steps: int = 40) -> float:
         return (time.perf_counter() - start) / steps * 1e3
 
 
+def drafting(llm: Any, batch: int, context: int, steps: int = 40) -> float:
+    """Tokens per second of a batch whose steps verify drafts."""
+    import torch
+
+    drafts = llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens
+    with decoding(llm, batch, context, (1 + drafts) * (steps + 40)) as step:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        before = after = _answered(step())
+        for _ in range(steps):
+            after = max(after, _answered(step()))
+        torch.cuda.synchronize()
+        return (after - before) / (time.perf_counter() - start)
+
+
+def _answered(outputs: Any) -> int:
+    """Tokens that a batch has answered so far."""
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
 def profile(llm: Any, batch: int, context: int, steps: int = 10) -> None:
     """Print the kernels of a decode step, the longest first."""
     import torch
@@ -124,6 +149,7 @@ def measure(args: argparse.Namespace) -> None:
     import torch
     from vllm import LLM
 
+    from benchmarks.models.heads import head_folder
     from benchmarks.models.shapes import liven, model_folder, random_sidecar
 
     folder = model_folder(args.shape, Path(args.root))
@@ -131,6 +157,15 @@ def measure(args: argparse.Namespace) -> None:
     if args.dtype == "oscar":
         oscar = {"sidecar": str(random_sidecar(folder)), **json.loads(args.oscar)}
         options["additional_config"] = {"oscar": oscar}
+    if "heads" in args.parts:
+        options["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(head_folder(folder, "eagle3")),
+            "num_speculative_tokens": args.drafts,
+            # whatever a random head drafts: as many are accepted with every cache
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": 1 + args.accepted * args.drafts,
+        }
     start = time.perf_counter()
     llm = LLM(
         str(folder),
@@ -175,6 +210,9 @@ def measure(args: argparse.Namespace) -> None:
                 step = decode_step(llm, batch, context)
                 row(f"decode {batch} x {context}", step, "ms")
         row("throughput at 100000", most / step * 1e3, "tokens/s")
+    if "heads" in args.parts:
+        for batch, context in HEADS:
+            row(f"{args.drafts} drafts, {batch} x {context}", drafting(llm, batch, context), "tokens/s")
     if "profile" in args.parts:
         profile(llm, 8, 1024)
         profile(llm, 4, 100000)
@@ -185,7 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--dtypes", nargs="+", default=["auto", "oscar"])
-    parser.add_argument("--parts", nargs="*", default=["short", "prefill", "decode"], help="also: profile, long")
+    parser.add_argument("--parts", nargs="*", default=["short", "prefill", "decode"], help="also: profile, long, heads")
+    parser.add_argument("--drafts", type=int, default=3, help="of an EAGLE-3 head, for the part heads")
+    parser.add_argument("--accepted", type=float, default=0.5, help="share of them that is accepted")
     parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")
     parser.add_argument("--chunk", type=int, default=8192, help="max_num_batched_tokens")
     parser.add_argument("--utilization", type=float, help="gpu_memory_utilization, instead of an H100's KV memory")

@@ -9,13 +9,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.engine.conftest import TINY
 from vllm_oscar.errors import SidecarNotFoundError, UnsupportedError
-from vllm_oscar.integration.refusal import refuse_unsupported_engine
+from vllm_oscar.integration.refusal import refuse_unsupported_drafts, refuse_unsupported_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -136,11 +137,33 @@ def test_batch_invariance(written: Callable[..., Path], monkeypatch: pytest.Monk
         configured(written(LLAMA))
 
 
-def test_a_drafting_head(written: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "says"),
+    [
+        (
+            {"method": "eagle", "kv_cache_dtype": "oscar"},
+            '\'eagle\') in its own pages: no sidecar describes their layers; put "kv_cache_dtype": "auto" into',
+        ),
+        ({"method": "custom_class", "model": "some.Proposer"}, "'custom_class': it may write rows of its own"),
+        ({"method": "extract_hidden_states"}, "; use one of draft_model, eagle, eagle3, medusa, mlp_speculator, mtp,"),
+        ({"method": "dflash"}, "drafts of whole blocks (speculative method 'dflash') yet; use one of draft_model"),
+    ],
+    ids=lambda value: value["method"] if isinstance(value, dict) else "",
+)
+def test_drafts(written: Callable[..., Path], drafts: dict[str, Any], says: str) -> None:
+    """What drafts keep rows that no sidecar describes, or in a way that was never tried."""
     folder = written(LLAMA)
-    drafts = {"method": "eagle", "model": str(folder), "num_speculative_tokens": 2}
-    with pytest.raises(UnsupportedError, match=r"'eagle'.*use {\"method\": \"ngram\"}"):
-        configured(folder, speculative_config=drafts)
+    if drafts["method"] in ("eagle", "dflash"):
+        drafts = {"model": str(folder), **drafts}
+    with pytest.raises(UnsupportedError, match=re.escape(says)):
+        configured(folder, speculative_config={"num_speculative_tokens": 1, **drafts})
+
+
+def test_a_head_that_reads_the_targets_keys_and_values() -> None:
+    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type="gemma4_mtp"))
+    speculative = SimpleNamespace(method="mtp", kv_cache_dtype="auto", draft_model_config=draft)
+    with pytest.raises(UnsupportedError, match="Gemma-4's drafting head, which reads the target's keys and values"):
+        refuse_unsupported_drafts(speculative)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ ONE_KIND = (
 # speculative methods whose drafts have no keys and values
 DRAFTS_WITHOUT_CACHE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 # and those with layers of their own, which the field kv_cache_dtype of --speculative-config reaches
-DRAFTS_WITH_CACHE = frozenset({"draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark"})
+DRAFTS_WITH_CACHE = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
 
 
 def refuse(condition: Any, what: str, instead: str = "use --kv-cache-dtype fp8 or auto") -> None:
@@ -114,11 +114,10 @@ def refuse_unsupported_drafts(speculative: Any) -> None:
     if speculative is None:
         return
     method, draft = speculative.method, speculative.draft_model_config
-    refuse(
-        method not in DRAFTS_WITHOUT_CACHE | DRAFTS_WITH_CACHE,
-        f"speculative method {method!r}: it may write rows of its own into our pages",
-        f"use one of {', '.join(sorted(DRAFTS_WITHOUT_CACHE | DRAFTS_WITH_CACHE))}",
-    )
+    served = DRAFTS_WITHOUT_CACHE | DRAFTS_WITH_CACHE
+    instead = f"use one of {', '.join(sorted(served))}"
+    refuse(method in ("dflash", "dspark"), f"drafts of whole blocks (speculative method {method!r}) yet", instead)
+    refuse(method not in served, f"speculative method {method!r}: it may write rows of its own into our pages", instead)
     refuse(
         method in DRAFTS_WITH_CACHE and speculative.kv_cache_dtype in (None, DTYPE),
         f"drafts (speculative method {method!r}) in its own pages: no sidecar describes their layers",
