@@ -62,15 +62,20 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         vllm_config.speculative_config.method in DRAFTS_WITH_CACHE
     )
     skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
+    # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved
+    some_slide = len(set(_layer_types(vllm_config))) > 1
     refuse(
-        # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved. From 0.28 on
-        # it gives layers with a window smaller blocks, which fit INT2's pages
-        len(set(_layer_types(vllm_config))) > 1
-        and not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        and (drafts_apart or (skipped and not keeps_windows_in_16_bits(vllm_config))),
-        "layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft's) where only some layers have a sliding "
-        "window: vLLM would make INT2 pages as large as theirs",
-        f"{ONE_KIND}, or leave them out: layers with a sliding window are served in INT2 too"
+        some_slide and drafts_apart and (skipped or not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
+        "drafts with layers in 16 bits where only some layers of the target have a sliding window: vLLM would make INT2 "
+        "pages as large as theirs",
+        f"{ONE_KIND}, and no --kv-cache-dtype-skip-layers",
+    )
+    refuse(
+        # from 0.28 on it gives layers with a window smaller blocks, which fit INT2's pages
+        some_slide and skipped and not keeps_windows_in_16_bits(vllm_config),
+        "layers in 16 bits (--kv-cache-dtype-skip-layers) where only some layers have a sliding window: vLLM would make "
+        "INT2 pages as large as theirs",
+        "leave them out: layers with a sliding window are served in INT2 too"
         + (", or alone in 16 bits (--kv-cache-dtype-skip-layers sliding_window)" if asks_for_pages() else ""),
     )
     refuse(
