@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from benchmarks.models.checkpoints import add_sinks
 from benchmarks.models.heads import head_weights, mimo_weights
 from benchmarks.models.shapes import random_sidecar, random_weights
-from tests.engine.checkpoints import add_sinks
 from tests.engine.conftest import TINY, divergence
 from tests.engine.test_models import GEMMA2, GPT_OSS, MISTRAL
 from vllm_oscar.errors import UnsupportedError

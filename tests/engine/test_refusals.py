@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from packaging.version import Version
 
 from tests.engine.conftest import TINY
 from vllm_oscar.errors import SidecarNotFoundError, UnsupportedError
-from vllm_oscar.integration.refusal import refuse_unsupported_drafts, refuse_unsupported_engine
+from vllm_oscar.integration import refusal
+from vllm_oscar.integration.refusal import refuse_unsupported_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -137,33 +139,38 @@ def test_batch_invariance(written: Callable[..., Path], monkeypatch: pytest.Monk
         configured(written(LLAMA))
 
 
+def test_a_proposer_of_the_users(written: Callable[..., Path]) -> None:
+    drafts = {"method": "custom_class", "model": "some.Proposer", "num_speculative_tokens": 1}
+    with pytest.raises(UnsupportedError, match=r"'custom_class': it may write rows .* use one of draft_model, eagle,"):
+        configured(written(LLAMA), speculative_config=drafts)
+
+
 @pytest.mark.parametrize(
     ("drafts", "says"),
     [
-        (
-            {"method": "eagle", "kv_cache_dtype": "oscar"},
-            '\'eagle\') in its own pages: no sidecar describes their layers; put "kv_cache_dtype": "auto" into',
-        ),
-        ({"method": "custom_class", "model": "some.Proposer"}, "'custom_class': it may write rows of its own"),
-        ({"method": "extract_hidden_states"}, "; use one of draft_model, eagle, eagle3, medusa, mlp_speculator, mtp,"),
+        ({"method": "eagle", "kv_cache_dtype": "oscar"}, 'put "kv_cache_dtype": "auto" into --speculative-config'),
+        ({"method": "eagle", "kv_cache_dtype": None}, 'put "kv_cache_dtype": "auto" into --speculative-config'),
+        ({"method": "mtp", "model_type": "gemma4_mtp"}, "Gemma-4's drafting head, which reads the target's keys"),
         ({"method": "dflash"}, "drafts of whole blocks (speculative method 'dflash') yet; use one of draft_model"),
+        ({"method": "dspark"}, "drafts of whole blocks (speculative method 'dspark') yet; use one of draft_model"),
+        (
+            {"method": "draft_model"},
+            "model runner V2 of vLLM 0.31, which gives them the target's cache dtype; set VLLM",
+        ),
+        ({"method": "extract_hidden_states"}, "'extract_hidden_states': it may write rows of its own into our pages"),
     ],
     ids=lambda value: value["method"] if isinstance(value, dict) else "",
 )
-def test_drafts(written: Callable[..., Path], drafts: dict[str, Any], says: str) -> None:
-    """What drafts keep rows that no sidecar describes, or in a way that was never tried."""
-    folder = written(LLAMA)
-    if drafts["method"] in ("eagle", "dflash"):
-        drafts = {"model": str(folder), **drafts}
+def test_drafts_that_need_a_checkpoint_or_another_vllm(
+    monkeypatch: pytest.MonkeyPatch, drafts: dict[str, Any], says: str
+) -> None:
+    """A configuration as far as it is looked at."""
+    model = SimpleNamespace(hf_config=SimpleNamespace(model_type=drafts.get("model_type", "llama")))
+    speculative = SimpleNamespace(**{"kv_cache_dtype": "auto", "draft_model_config": model} | drafts)
+    config: Any = SimpleNamespace(speculative_config=speculative, use_v2_model_runner=True)
+    monkeypatch.setattr(refusal, "vllm_version", lambda: Version("0.31.2"))
     with pytest.raises(UnsupportedError, match=re.escape(says)):
-        configured(folder, speculative_config={"num_speculative_tokens": 1, **drafts})
-
-
-def test_a_head_that_reads_the_targets_keys_and_values() -> None:
-    draft = SimpleNamespace(hf_config=SimpleNamespace(model_type="gemma4_mtp"))
-    speculative = SimpleNamespace(method="mtp", kv_cache_dtype="auto", draft_model_config=draft)
-    with pytest.raises(UnsupportedError, match="Gemma-4's drafting head, which reads the target's keys and values"):
-        refuse_unsupported_drafts(speculative)
+        refusal.refuse_unsupported_drafts(config)
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ torch.save((results, counts), out)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-DRAFT = {"method": "draft_model", "num_speculative_tokens": 3, "kv_cache_dtype": "auto"}
+DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])

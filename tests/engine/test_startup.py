@@ -67,15 +67,6 @@ def test_as_many_requests_as_the_pool_holds(
     assert config.scheduler_config.max_num_seqs == served
 
 
-def test_a_draft_model_in_the_cache(make_engine: Callable[..., Engine], model_path: Path) -> None:
-    """With a cache of its own it is served: test_scheduling.py."""
-    drafts = {
-        "method": "draft_model", "model": str(model_path), "num_speculative_tokens": 3, "kv_cache_dtype": "oscar",
-    }  # fmt: skip
-    with pytest.raises(UnsupportedError, match=r'\'draft_model\'.*put "kv_cache_dtype": "auto" into'):
-        make_engine(speculative_config=drafts)
-
-
 def test_no_sidecar_at_all(make_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Only then: with a folder for the user's sidecars that is empty, and none in the model's folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -13,7 +13,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_oscar.errors import UnsupportedError
-from vllm_oscar.integration.seams import DTYPE, FIRST_GPU, asks_for_pages
+from vllm_oscar.integration.seams import DTYPE, FIRST_GPU, asks_for_pages, vllm_version
 from vllm_oscar.page_layout import BLOCK_SIZES, HEAD_SIZES, is_block_size
 
 if TYPE_CHECKING:
@@ -57,24 +57,23 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     chosen = attention.backend
     refuse(chosen is not None, f"another attention backend ({getattr(chosen, 'name', '')})", "leave it out")
     refuse(attention.use_non_causal, "non-causal attention")
-    refuse_unsupported_drafts(vllm_config.speculative_config)
-    drafts_apart = vllm_config.speculative_config is not None and (
-        vllm_config.speculative_config.method in DRAFTS_WITH_CACHE
-    )
+    refuse_unsupported_drafts(vllm_config)
+    speculative = vllm_config.speculative_config
+    drafts_apart = speculative is not None and speculative.method in DRAFTS_WITH_CACHE
     skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
     # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved
     some_slide = len(set(_layer_types(vllm_config))) > 1
     refuse(
         some_slide and drafts_apart and (skipped or not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
-        "drafts with layers in 16 bits where only some layers of the target have a sliding window: vLLM would make INT2 "
-        "pages as large as theirs",
+        "drafts with layers in 16 bits where only some layers of the target have a sliding window: vLLM would make "
+        "INT2 pages as large as theirs",
         f"{ONE_KIND}, and no --kv-cache-dtype-skip-layers",
     )
     refuse(
         # from 0.28 on it gives layers with a window smaller blocks, which fit INT2's pages
         some_slide and skipped and not keeps_windows_in_16_bits(vllm_config),
-        "layers in 16 bits (--kv-cache-dtype-skip-layers) where only some layers have a sliding window: vLLM would make "
-        "INT2 pages as large as theirs",
+        "layers in 16 bits (--kv-cache-dtype-skip-layers) where only some layers have a sliding window: vLLM would "
+        "make INT2 pages as large as theirs",
         "leave them out: layers with a sliding window are served in INT2 too"
         + (", or alone in 16 bits (--kv-cache-dtype-skip-layers sliding_window)" if asks_for_pages() else ""),
     )
@@ -110,12 +109,9 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     )
 
 
-def refuse_unsupported_drafts(speculative: Any) -> None:
-    """Drafts whose keys and values would be ours, or are the target's.
-
-    Args:
-        speculative: vLLM's SpeculativeConfig, or None
-    """
+def refuse_unsupported_drafts(vllm_config: "VllmConfig") -> None:
+    """Drafts whose keys and values would be ours, or are the target's."""
+    speculative = vllm_config.speculative_config
     if speculative is None:
         return
     method, draft = speculative.method, speculative.draft_model_config
@@ -127,6 +123,11 @@ def refuse_unsupported_drafts(speculative: Any) -> None:
         method in DRAFTS_WITH_CACHE and speculative.kv_cache_dtype in (None, DTYPE),
         f"drafts (speculative method {method!r}) in its own pages: no sidecar describes their layers",
         'put "kv_cache_dtype": "auto" into --speculative-config',
+    )
+    refuse(
+        method == "draft_model" and vllm_config.use_v2_model_runner and vllm_version().release[:2] == (0, 31),
+        "draft models with model runner V2 of vLLM 0.31, which gives them the target's cache dtype",
+        "set VLLM_USE_V2_MODEL_RUNNER=0, or use vLLM 0.32",
     )
     refuse(
         method == "mtp" and getattr(draft.hf_config, "model_type", None) == "gemma4_mtp",
