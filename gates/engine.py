@@ -105,6 +105,45 @@ def shrunk(llm: Any, folder: Path, ask: Ask) -> Verdicts:
     yield counts["evicted_blocks"] > 0, f"{counts['evicted_blocks']} copies were given up"
 
 
+def offloaded(llm: Any, folder: Path, ask: Ask) -> Verdicts:
+    """Prompts come back from the host's memory into pages full of ones: as they left, and nothing else with them."""
+    import torch
+
+    from vllm_oscar.integration.runtime import oscar_impls
+
+    layers = [
+        layer
+        for layer in llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+        if getattr(layer, "impl", None) in oscar_impls(llm.llm_engine.vllm_config)
+    ]
+    block_size = layers[0].impl.layout.block_size
+
+    def rows() -> list[torch.Tensor]:
+        return [layer.kv_cache.flatten(1).cpu() for layer in layers]
+
+    batch = prompts(2, LONG, 8)
+    llm.reset_prefix_cache()
+    ask(batch)
+    ask(prompts(1, 40, 99))  # steps in which what was stored gets there
+    before = rows()
+    llm.reset_prefix_cache()
+    for layer in layers:
+        layer.kv_cache.fill_(0xFF)
+    back = ask(batch)
+    tokens = found(back)
+    yield tokens >= len(batch) * (LONG - 2 * block_size), f"{tokens} of {len(batch) * LONG} tokens came back"
+    moved, allocated = tokens // block_size, len(batch) * -(-(LONG + 24) // block_size) + 1  # and the null block
+    for number, (old, new) in enumerate(zip(before, rows(), strict=True)):
+        written = new[(new != 0xFF).any(1)]
+        known = {bytes(row.numpy()) for row in old}
+        same = sum(bytes(row.numpy()) in known for row in written)
+        yield same >= moved, f"layer {number}: {same} pages as they were, {moved} moved"
+        yield written.shape[0] <= allocated, f"layer {number}: {written.shape[0]} pages written, {allocated} allocated"
+    local = ask(batch)
+    yield found(local) >= tokens, f"then the prefix cache has {found(local)} tokens"
+    yield answers(local) == answers(back), "answers from the prefix cache are those from the host's memory"
+
+
 @dataclass(frozen=True)
 class Setting:
     """What one engine runs.
@@ -188,6 +227,10 @@ SETTINGS: dict[str, Setting] = {
     "pages of two sizes": Setting(bits=((3, 2), (4, 4)), modes=BOTH),
     "pages of two sizes, D64, drafts": Setting(
         {"head_dim": 64}, DECODE_GRAPHS | {"speculative_config": DRAFTS}, bits=((4, 2), (2, 4))
+    ),
+    "offloading": Setting(options={"kv_offloading_size": 1}, more=offloaded, audited=True, since="0.29"),
+    "offloading, pages of two sizes": Setting(
+        options=DECODE_GRAPHS | {"kv_offloading_size": 1}, bits=((3, 2), (4, 4)), more=offloaded, since="0.29"
     ),
     "encoded again": Reencoded(),
     "encoded again, 3 bits": Reencoded(bits=((3, 2),)),

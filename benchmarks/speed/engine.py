@@ -9,6 +9,7 @@ looked at. Everything else (prefill, short requests) runs as users run it.
     python -m benchmarks.speed.engine --dtypes auto oscar --parts heads --drafts 3
 
 gives both the same drafting head of one layer, in 16 bits, and accepts the same share of its drafts, chosen by chance.
+`--parts offloading` has 20 GiB of the host's memory for blocks. Both change the engine: run them by themselves.
 """
 
 import argparse
@@ -144,6 +145,26 @@ def timed_generate(llm: Any, batch: int, prompt: int, answer: int, repeats: int)
     return sorted(times[1:])[repeats // 2]
 
 
+def returning(llm: Any, prompt: int, repeats: int) -> float:
+    """Milliseconds to the first token of a prompt that is in the host's memory and not on the GPU, the median."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    others = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True, detokenize=False)
+    batch = [{"prompt_token_ids": [(j * 5) % 1000 + 5 for j in range(prompt)]}]
+    llm.generate(batch, sampling, use_tqdm=False)
+    times = []
+    for _ in range(repeats + 1):
+        # steps in which what was stored gets there
+        llm.generate([{"prompt_token_ids": [7] * 100}], others, use_tqdm=False)
+        llm.reset_prefix_cache()
+        start = time.perf_counter()
+        (output,) = llm.generate(batch, sampling, use_tqdm=False)
+        times.append((time.perf_counter() - start) * 1e3)
+        assert output.num_cached_tokens > 0.9 * prompt, f"{output.num_cached_tokens} tokens came back"
+    return sorted(times[1:])[repeats // 2]
+
+
 def measure(args: argparse.Namespace) -> None:
     """All figures of one dtype, written as they come: a crash costs those after it."""
     import torch
@@ -166,6 +187,8 @@ def measure(args: argparse.Namespace) -> None:
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": 1 + args.accepted * args.drafts,
         }
+    if "offloading" in args.parts:
+        options |= {"kv_offloading_size": 20, "enable_prefix_caching": True}
     start = time.perf_counter()
     llm = LLM(
         str(folder),
@@ -177,9 +200,8 @@ def measure(args: argparse.Namespace) -> None:
         max_num_batched_tokens=args.chunk,
         kv_cache_memory_bytes=None if args.utilization else H100_KV_BYTES,
         gpu_memory_utilization=args.utilization or 0.5,  # else vLLM only asks whether as much is free
-        enable_prefix_caching=False,
         seed=0,
-        **options,
+        **{"enable_prefix_caching": False, **options},
     )
     llm.apply_model(liven)
 
@@ -200,6 +222,9 @@ def measure(args: argparse.Namespace) -> None:
         row("saturated rows after short requests", saturated_rows(llm), "rows")
     if "prefill" in args.parts:
         row("prefill 32768", timed_generate(llm, 1, 32768, 1, 3), "ms")
+    if "offloading" in args.parts:
+        row("first token of 32768, computed", timed_generate(llm, 1, 32768, 1, 3), "ms")
+        row("first token of 32768, from the host", returning(llm, 32768, 3), "ms")
     if "long" in args.parts:
         row("100000 in, 8 out", timed_generate(llm, 1, 100000, 8, 1), "ms")
     pretend_computed(llm)
@@ -223,7 +248,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="qwen3-4b")
     parser.add_argument("--dtypes", nargs="+", default=["auto", "oscar"])
-    parser.add_argument("--parts", nargs="*", default=["short", "prefill", "decode"], help="also: profile, long, heads")
+    parser.add_argument(
+        "--parts", nargs="*", default=["short", "prefill", "decode"], help="also: profile, long, heads, offloading"
+    )
     parser.add_argument("--drafts", type=int, default=3, help="of an EAGLE-3 head, for the part heads")
     parser.add_argument("--accepted", type=float, default=0.5, help="share of them that is accepted")
     parser.add_argument("--seqs", type=int, default=64, help="max_num_seqs")

@@ -62,6 +62,17 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"rswa_window": 64}, f"windows beside a reference (RSWA){AUTO}"),
     (LLAMA | {"head_dim": 72}, f"head size 72 (supported: 64, 80, 96, 128, 192, 256){FP8}"),
 ]
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+
+
+def offloading(**extra: Any) -> dict[str, Any]:
+    """--kv-transfer-config of vLLM's own offloading."""
+    return {
+        "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20, **extra},
+    }  # fmt: skip
+
+
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"attention_backend": "CPU_ATTN"}, "another attention backend (CPU_ATTN); leave it out"),
     ({"attention_config": {"use_non_causal": True}}, f"non-causal attention{FP8}"),
@@ -73,9 +84,17 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"load_format": "tensorizer"}, "tensorized weights; use --load-format auto"),
     ({"kv_sharing_fast_prefill": True}, "leave --kv-sharing-fast-prefill out"),
     (
-        {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
-        "leave --kv-transfer-config out",
+        {"kv_transfer_config": CONNECTOR | {"kv_connector": "LMCacheConnectorV1"}},
+        "the KV connector LMCacheConnectorV1 (--kv-transfer-config): ExampleConnector and OffloadingConnector are "
+        "served; leave --kv-transfer-config out",
     ),
+    (
+        {"tensor_parallel_size": 2, "kv_transfer_config": CONNECTOR},
+        "ExampleConnector on several GPUs (--kv-transfer-config): all of them would write the same files",
+    ),
+    ({"kv_transfer_config": offloading(spec_name="TieringOffloadingSpec")}, "; leave spec_name out"),
+    ({"kv_transfer_config": offloading(offload_prompt_only=False)}, "; leave offload_prompt_only out"),
+    ({"kv_transfer_config": offloading(canonical_layout=True)}, "; leave canonical_layout out"),
 ]
 
 
@@ -126,10 +145,18 @@ def test_models(written: Callable[..., Path], config: dict[str, Any], says: str)
         configured(written(config))
 
 
-@pytest.mark.parametrize(("options", "says"), OPTIONS, ids=[list(options)[-1] for options, _ in OPTIONS])
+@pytest.mark.parametrize(("options", "says"), OPTIONS, ids=[says[-30:] for _, says in OPTIONS])
 def test_options(written: Callable[..., Path], options: dict[str, Any], says: str) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(says)):
         configured(written(LLAMA | {"num_key_value_heads": 1}), **options)
+
+
+def test_another_way_to_offload(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is the flag that was given, not the one that vLLM makes of it."""
+    monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
+    says = r"SimpleCPUOffloadConnector \(--kv-offloading-size\): .* are served; leave --kv-offloading-size out"
+    with pytest.raises(UnsupportedError, match=says):
+        configured(written(LLAMA), kv_offloading_size=1)
 
 
 def test_batch_invariance(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:

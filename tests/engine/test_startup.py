@@ -35,9 +35,9 @@ pytestmark = pytest.mark.engine
         ({}, {"attention_backend": "CPU_ATTN"}, UnsupportedError, "another attention backend .*leave it out"),
         (
             {},
-            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            {"kv_transfer_config": {"kv_connector": "NixlConnector", "kv_role": "kv_both"}},
             UnsupportedError,
-            "KV connectors and offloading; leave --kv-transfer-config out",
+            r"the KV connector NixlConnector \(--kv-transfer-config\).*; leave --kv-transfer-config out",
         ),
     ],
     ids=["unknown option", "pool", "no sidecar", "backend", "connector"],

@@ -13,13 +13,15 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_oscar.errors import UnsupportedError
-from vllm_oscar.integration.seams import DTYPE, FIRST_GPU, asks_for_pages, vllm_version
+from vllm_oscar.integration.seams import DTYPE, FIRST_GPU, asks_for_pages, shapes_pages, vllm_version
 from vllm_oscar.page_layout import BLOCK_SIZES, HEAD_SIZES, is_block_size
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
+EXAMPLE = "ExampleConnector"  # vLLM's shared storage
+CONNECTORS = (EXAMPLE, "OffloadingConnector")
 # the remedy where vLLM would plan pages of one size: it then plans a group of pages of several sizes
 ONE_KIND = (
     "use --disable-hybrid-kv-cache-manager, with which layers that have a sliding window keep all tokens (in INT2)"
@@ -102,11 +104,7 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         "--calculate-kv-scales: INT2 rows have scales of their own",
         "leave it out",
     )
-    refuse(
-        vllm_config.kv_transfer_config is not None,
-        "KV connectors and offloading",
-        "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
-    )
+    refuse_unsupported_connectors(vllm_config)
 
 
 def refuse_unsupported_drafts(vllm_config: "VllmConfig") -> None:
@@ -134,6 +132,40 @@ def refuse_unsupported_drafts(vllm_config: "VllmConfig") -> None:
         "Gemma-4's drafting head, which reads the target's keys and values",
         'use {"method": "ngram"} or an EAGLE head in --speculative-config',
     )
+
+
+def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
+    """KV connectors that could hand a block to an engine that reads it in another way, or that were never tried."""
+    transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    if transfer is None:
+        return
+    flag = "--kv-transfer-config" if vllm_config.cache_config.kv_offloading_size is None else "--kv-offloading-size"
+    name, given = transfer.kv_connector, transfer.kv_connector_extra_config
+    instead = f"leave {flag} out, or use --kv-cache-dtype fp8"
+    refuse(name not in CONNECTORS, f"the KV connector {name} ({flag}): {' and '.join(CONNECTORS)} are served", instead)
+    refuse(not shapes_pages(), f"KV connectors ({flag}) before vLLM 0.29", instead)
+    refuse(
+        speculative is not None and speculative.method in DRAFTS_WITH_CACHE,
+        f"KV connectors ({flag}) with drafts that have layers of their own, yet",
+        f'leave {flag} out, or use {{"method": "ngram"}} in --speculative-config',
+    )
+    refuse(
+        name == EXAMPLE and vllm_config.parallel_config.world_size > 1,
+        f"{name} on several GPUs ({flag}): all of them would write the same files",
+        instead,
+    )
+    refuse(
+        given.get("spec_name", "CPUOffloadingSpec") != "CPUOffloadingSpec",
+        f"offloading with {given.get('spec_name')}: blocks would outlive the engine, and no name says of which sidecar "
+        "they are",
+        "leave spec_name out, which offloads to memory of the engine's own",
+    )
+    refuse(
+        not given.get("offload_prompt_only", True),
+        "offloading of answers: their keys may be encoded again while they are copied",
+        "leave offload_prompt_only out",
+    )
+    refuse(given.get("canonical_layout"), "offloading in vLLM's canonical layout", "leave canonical_layout out")
 
 
 def refuse_padded_pages(spec: Any) -> None:

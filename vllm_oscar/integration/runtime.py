@@ -10,6 +10,9 @@ a process may hold several engines and nothing of ours is global. Who calls whom
                          copies; then each layer writes and attends, with what its builder returned
 """
 
+import copy
+import hashlib
+import json
 import logging
 import os
 from collections import defaultdict
@@ -31,6 +34,7 @@ from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import (
     DRAFTS_WITH_CACHE,
+    EXAMPLE,
     refuse_other_layers,
     refuse_pages_of_several_sizes,
     refuse_unsupported_engine,
@@ -445,6 +449,28 @@ def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> 
     """
     given = getattr(vllm_config, "additional_config", None) or {}
     vllm_config.additional_config = {**given, "oscar_in_use": {**asdict(options), "digest": digest}}
+
+
+def keep_stores_apart(vllm_config: "VllmConfig", digest: str) -> None:
+    """Give a connector's files a folder for each calibration and size of blocks: it names them by tokens and layer
+    alone. Engines that differ in either, or have 16-bit pages, never exchange a block.
+
+    Args:
+        digest: of the sidecar
+    """
+    transfer, cache = vllm_config.kv_transfer_config, vllm_config.cache_config
+    if transfer is None or transfer.kv_connector != EXAMPLE:
+        return
+    # a size that nobody chose depends on the platform, the sidecar and the layers in 16 bits
+    block_size = cache.block_size if cache.user_specified_block_size else current_platform.device_name
+    identity = [digest, block_size, sorted(cache.kv_cache_dtype_skip_layers), str(vllm_config.model_config.dtype)]
+    name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    own = copy.copy(transfer)  # several engines may have been given one
+    root = own.get_from_extra_config("shared_storage_path", "/tmp")  # vLLM's default
+    own.kv_connector_extra_config = {
+        **transfer.kv_connector_extra_config, "shared_storage_path": str(Path(root) / f"oscar-{name}")
+    }  # fmt: skip
+    vllm_config.kv_transfer_config = own
 
 
 def choose_block_size(cache_config: Any, layouts: Iterable[PageLayout]) -> None:

@@ -164,6 +164,13 @@ def asks_for_pages() -> bool:
     return hasattr(AttentionBackend, "customize_spec")
 
 
+def shapes_pages() -> bool:
+    """Whether vLLM shapes pages itself, and all connectors take them as (block, head, bytes): from 0.29 on."""
+    import vllm.v1.kv_cache_interface as interface
+
+    return hasattr(interface, "KVCacheLayout")
+
+
 def size_pages() -> Callable[[], None]:
     """A layer of ours asks vLLM for pages of INT2 size: by the backend's hook, which older versions do not call."""
     from vllm.model_executor.layers.attention import Attention
@@ -249,11 +256,12 @@ def check_first() -> Callable[[], None]:
             )
         vllm_config = original(self, *args, **kwargs)  # type: ignore[misc]
         if vllm_config.cache_config.cache_dtype == DTYPE:
-            from vllm_oscar.integration.runtime import asked_for, calibrate_if_missing, keep_drafts_in_16_bits
+            from vllm_oscar.integration import runtime
 
-            keep_drafts_in_16_bits(vllm_config)
-            calibrate_if_missing(vllm_config)
-            asked_for(vllm_config, lambda fingerprint: range(0))
+            runtime.keep_drafts_in_16_bits(vllm_config)
+            runtime.calibrate_if_missing(vllm_config)
+            _, sidecar, _ = runtime.asked_for(vllm_config, lambda fingerprint: range(0))
+            runtime.keep_stores_apart(vllm_config, sidecar.digest)
         return vllm_config
 
     return lambda: setattr(EngineArgs, "create_engine_config", create_engine_config)
@@ -295,9 +303,7 @@ def page_spec(spec: Any, block_size: int, token_bytes: int) -> Any:
     """
     from dataclasses import replace
 
-    import vllm.v1.kv_cache_interface as interface
-
     spec = replace(spec, block_size=block_size, dtype=torch.uint8, page_size_padded=None)
-    if hasattr(interface, "KVCacheLayout"):
+    if shapes_pages():
         return replace(spec, state_content_bytes=token_bytes)
     return replace(spec, head_size=token_bytes // 2, head_size_v=token_bytes // 2)
