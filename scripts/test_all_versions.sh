@@ -13,6 +13,7 @@ tests=(
     tests/unit/test_plugin.py tests/unit/test_seams.py tests/engine/test_startup.py tests/engine/test_capacity.py
     tests/engine/test_contract.py::test_mixed_batch
     tests/engine/test_scheduling.py::test_prefix_hit_miss_and_no_cache_give_the_same_text
+    "tests/engine/test_heads.py::test_a_head[eagle3-2]"
     "tests/unit/test_docs.py::test_code_blocks[README.md]"
 )
 scratch=$(mktemp -d)
