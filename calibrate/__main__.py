@@ -15,7 +15,7 @@ import torch
 from vllm_oscar import __version__
 from vllm_oscar.calibrate import allocation
 from vllm_oscar.calibrate.capture import Attention
-from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences
+from vllm_oscar.calibrate.data import Sequences, open_corpus, sequences, with_returns
 from vllm_oscar.calibrate.explain import explained
 from vllm_oscar.calibrate.progress import stage
 from vllm_oscar.calibrate.refit import Keys, refit
@@ -148,6 +148,8 @@ def run(options: argparse.Namespace) -> Sidecar:
         named = {"trust_remote_code": options.trust_remote_code} if options.tokenizer else checkpoint
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **named)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
+    if recipe.aware:
+        data = with_returns(data, tokenizer)
     logger.info("%d sequences of %d tokens from %s, in %.0f s", *data.ids.shape, data.name, time.perf_counter() - start)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     state_folder = out.with_name(out.name + ".state")

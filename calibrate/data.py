@@ -2,8 +2,11 @@
 
 import hashlib
 import json
+import random
 import re
+import string
 import sysconfig
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +20,7 @@ Split = Literal["calibration", "held_out"]
 HELD_OUT_SHARE = 0.35  # of the built-in corpus
 CANDIDATES = 8  # sequences are drawn from the first CANDIDATES times as many: a huge file need not be read to its end
 _DATASET = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+PASSAGE = 64  # tokens of a passage that returns
 _PIECE = 1 << 20  # characters of a plain text file tokenised at once
 
 
@@ -169,6 +173,36 @@ def sequences(corpus: Corpus, tokenizer: Any, count: int, length: int, seed: int
         ids = ids[torch.randperm(available, generator=torch.Generator().manual_seed(seed))]
     ids = ids[:count]
     return Sequences.of(torch.cat([torch.tensor(start, dtype=torch.int64).expand(len(ids), -1), ids], 1), corpus.name)
+
+
+def with_returns(data: Sequences, tokenizer: Any) -> Sequences:
+    """The second half of each sequence says again what the first half says: passages of PASSAGE tokens, in another
+    order. In every other sequence some of them are numbers, UUIDs and names that mean nothing.
+
+    Long contexts are read by finding passages far behind the window, for which plain text of these lengths has little
+    use: keys calibrated on it keep what the average query looks at, and lose what a match is found by.
+    """
+    ids = data.ids.clone()
+    half = ids.shape[1] // 2 // PASSAGE * PASSAGE
+    for number, row in enumerate(ids):
+        draw = random.Random(number)
+        strange = half // 4 // PASSAGE * PASSAGE * (number % 2)
+        if strange:
+            text = "\n".join(_string(draw) for _ in range(strange))
+            row[half - strange : half] = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids[:strange])
+        passages = row[:half].view(-1, PASSAGE)
+        row[half : 2 * half] = passages[draw.sample(range(len(passages)), len(passages))].flatten()
+    return Sequences.of(ids, data.name)
+
+
+def _string(draw: random.Random) -> str:
+    """What has to be remembered letter by letter."""
+    kind = draw.randrange(3)
+    if kind == 0:
+        return str(uuid.UUID(int=draw.getrandbits(128)))
+    if kind == 1:
+        return "".join(draw.choices(string.digits, k=draw.randint(5, 12)))
+    return "".join(draw.choices(string.ascii_letters + "_", k=draw.randint(6, 14)))
 
 
 def builtin_text(split: Split, kind: Literal["prose", "code"] = "prose") -> str:

@@ -400,7 +400,7 @@ def together(folder: Path) -> Iterator[Report]:
         llm = engine(
             Path(model), oscar={"sidecar": sidecar, "sink": 64, "window": 64}, skip_tokenizer_init=False,
             enable_lora=True, max_lora_rank=8, max_loras=1, pipeline_parallel_size=ranks, max_num_batched_tokens=128,
-            enforce_eager=False,
+            enforce_eager=False, kv_cache_memory_bytes=None,
         )  # fmt: skip
         prompts: Any = [{"prompt_token_ids": ids(300, seed)} for seed in range(3)]
         outputs = [llm.generate(prompts, asked, use_tqdm=False, lora_request=adapter) for adapter in (request, None)]

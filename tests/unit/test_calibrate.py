@@ -25,7 +25,15 @@ from vllm_oscar import errors  # noqa: E402
 from vllm_oscar.cache_layer import CacheLayer  # noqa: E402
 from vllm_oscar.calibrate.__main__ import bits, calibrate, main  # noqa: E402
 from vllm_oscar.calibrate.capture import Attention, attention_output, capturing  # noqa: E402
-from vllm_oscar.calibrate.data import Corpus, Sequences, builtin_text, open_corpus, sequences  # noqa: E402
+from vllm_oscar.calibrate.data import (  # noqa: E402
+    PASSAGE,
+    Corpus,
+    Sequences,
+    builtin_text,
+    open_corpus,
+    sequences,
+    with_returns,
+)
 from vllm_oscar.calibrate.progress import stage  # noqa: E402
 from vllm_oscar.calibrate.search import CLIPS, KEY_GAINS, SAMPLES, search  # noqa: E402
 from vllm_oscar.calibrate.solve import Recipe, solve  # noqa: E402
@@ -745,3 +753,19 @@ def test_progress_is_two_lines_where_nobody_watches(caplog: pytest.LogCaptureFix
     estimate, end = caplog.messages
     assert estimate.startswith("35 of 90 layer passes done, about ") and estimate.endswith(" s left")
     assert end.startswith("90 layer passes in ")
+
+
+def test_a_sequence_says_its_first_half_again() -> None:
+    text = torch.arange(1000, 1000 + 4 * 600).view(4, 600)
+    data = with_returns(Sequences.of(text, "text"), Letters())
+    assert data.digest != Sequences.of(text, "text").digest
+    for number, (row, plain) in enumerate(zip(data.ids, text, strict=True)):
+        said, again = row[:512].view(2, 4, PASSAGE)
+        assert torch.equal(row[512:], plain[512:])
+        assert sorted(said.tolist()) == sorted(again.tolist()) and not torch.equal(said, again)
+        strange = said[3] if number % 2 else said[:0]
+        assert torch.equal(said.flatten()[: 256 - strange.numel()], plain[: 256 - strange.numel()])
+        assert (strange < 128).all()  # letters and digits
+    assert len({row[192:256].tolist()[0] for row in data.ids[1::2]}) == 2, "other ones in each"
+    short = Sequences.of(text[:, :100], "short")
+    assert torch.equal(with_returns(short, Letters()).ids, short.ids)
