@@ -86,7 +86,8 @@ class Engine:
             output = output[0]
         self.metadata = get_forward_context().attn_metadata
         for name, start, end in self.segments():
-            positions = kwargs["positions"][start:end].tolist()
+            positions = kwargs["positions"][..., start:end]  # of text, M-RoPE has the same three times
+            positions = positions.reshape(-1, end - start)[0].tolist()
             self.chunks[name].append((positions[0], positions[-1] + 1))
             for position, row in zip(positions, output[start:end], strict=True):
                 self.hidden[name][position] = row.clone()

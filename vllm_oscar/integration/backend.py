@@ -28,11 +28,17 @@ class OscarBackend(AttentionBackend):
     vLLM names the class while it builds a layer, and asks the class how large the layer's pages are once it is loaded.
     Between the two a layer takes `of` its layout, so that the class knows.
 
+    Beside state layers (Mamba, linear attention, convolutions) vLLM makes a block as long as a state is large, and its
+    model runner splits it into kernel blocks: those are ours, of a size that we choose, and everything of ours counts
+    in them. Elsewhere a block is a kernel block.
+
     Attributes:
         layout: of the pages of the layers that have this class
+        splits: whether vLLM's blocks are split into ours
     """
 
     layout: ClassVar[PageLayout | None] = None
+    splits: ClassVar[bool] = False
 
     # a token is written in the same operation that reads it, from the same metadata
     forward_includes_kv_cache_update: bool = True
@@ -66,9 +72,9 @@ class OscarBackend(AttentionBackend):
         return CudaMetadataBuilder
 
     @classmethod
-    def of(cls, layout: PageLayout) -> type["OscarBackend"]:
+    def of(cls, layout: PageLayout, splits: bool = False) -> type["OscarBackend"]:
         """The backend of layers with such pages."""
-        return _backend_of(layout)
+        return _backend_of(layout, splits)
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
@@ -82,7 +88,8 @@ class OscarBackend(AttentionBackend):
             return spec
         assert cls.layout is not None
         now, built_for = spec.block_size, cls.layout.block_size
-        if now == 1:  # vLLM asks what a token takes
+        # one token: vLLM asks what it takes
+        if now == 1 or (cls.splits and now % built_for == 0):
             return page_spec(spec, now, cls.layout.token_bytes)
         # its own choice for layers with a sliding window does not matter
         if now != built_for and getattr(spec, "sliding_window", None) is None:
@@ -106,9 +113,9 @@ class OscarBackend(AttentionBackend):
 
         return (KVCacheLayout.LBHNC,)
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [cls.layout.block_size] if cls.splits and cls.layout else [MultipleOf(16)]
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
@@ -120,10 +127,10 @@ class OscarBackend(AttentionBackend):
 
 
 @functools.cache
-def _backend_of(layout: PageLayout) -> type[OscarBackend]:
+def _backend_of(layout: PageLayout, splits: bool) -> type[OscarBackend]:
     # vLLM groups layers by the names of their classes
-    name = "_".join(["OscarBackend", *map(str, dataclasses.astuple(layout))])
-    return type(name, (OscarBackend,), {"layout": layout})
+    name = "_".join(["OscarBackend", *map(str, dataclasses.astuple(layout)), *(["split"] if splits else [])])
+    return type(name, (OscarBackend,), {"layout": layout, "splits": splits})
 
 
 # fields of vLLM's AttentionSelectorConfig: what one says is looked at below or in the configuration, or changes nothing

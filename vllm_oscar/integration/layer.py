@@ -87,7 +87,7 @@ class OscarImpl(AttentionImpl[Any]):
     @property
     def backend(self) -> type[OscarBackend]:
         """What vLLM asks about the layer's pages."""
-        return OscarBackend.of(self.layout)
+        return OscarBackend.of(self.layout, self.vllm_config.model_config.is_hybrid)
 
     @property
     def owns_cache(self) -> bool:

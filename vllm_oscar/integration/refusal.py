@@ -30,6 +30,15 @@ ONE_KIND = (
 DRAFTS_WITHOUT_CACHE = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 # and those with layers of their own, which the field kv_cache_dtype of --speculative-config reaches
 DRAFTS_WITH_CACHE = frozenset({"draft_model", "eagle", "eagle3", "mtp"})
+# with state layers beside attention; each of them ran: tests/engine/test_hybrids.py, gates/engine.py
+HYBRIDS = frozenset({
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM",
+    "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+    "GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "NemotronHForCausalLM",
+    "FalconH1ForCausalLM",
+})  # fmt: skip
+_LISTED = "Qwen3-Next, Qwen3.5, Granite 4, LFM2, Nemotron-H and Falcon-H1"
 
 
 def refuse(condition: Any, what: str, instead: str = "use --kv-cache-dtype fp8 or auto") -> None:
@@ -65,6 +74,17 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
     # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved
     some_slide = len(set(_layer_types(vllm_config))) > 1
+    refuse(
+        (skipped or drafts_apart) and vllm_config.model_config.is_hybrid,
+        "attention layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft's) beside state layers: vLLM would make "
+        "INT2 pages as large as theirs",
+        "leave them out",
+    )
+    refuse(
+        vllm_config.kv_transfer_config is not None and vllm_config.model_config.is_hybrid,
+        "KV connectors and offloading of hybrid models",
+        "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
+    )
     refuse(
         some_slide and drafts_apart and (skipped or not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
         "drafts with layers in 16 bits where only some layers of the target have a sliding window: vLLM would make "
@@ -190,8 +210,9 @@ def refuse_pages_of_several_sizes(vllm_config: "VllmConfig", token_bytes: set[in
         token_bytes: of a KV head, in each layer
     """
     refuse(
-        len(token_bytes) > 1 and len(set(_layer_types(vllm_config))) > 1,
-        "a sidecar whose layers have different numbers of bits where only some layers have a sliding window: vLLM "
+        len(token_bytes) > 1
+        and (vllm_config.model_config.is_hybrid or len(set(_layer_types(vllm_config))) > 1),
+        "a sidecar whose layers have different numbers of bits where only some layers attend to all tokens: vLLM "
         "would make all pages as large as the largest",
         "calibrate with the same bits for all layers (oscar calibrate --bits k3v2)",
     )
@@ -236,9 +257,15 @@ def refuse_unsupported_model(model_config: "ModelConfig") -> None:
     text = model_config.hf_text_config
     kind = model_config.attn_type
     refuse(kind == "attention_free", "models without attention (Mamba): there is no KV cache", BF16)
-    # vLLM sizes their blocks after the layers are built, from BF16-like pages: neither is ours
-    refuse(model_config.is_hybrid, "hybrid models (Mamba or linear attention beside attention) yet")
-    refuse(kind != "decoder", f"{kind} attention", BF16)
+    if model_config.is_hybrid:
+        name = model_config.architecture
+        refuse(
+            name not in HYBRIDS, f"hybrid models (Mamba or linear attention beside attention) other than {_LISTED}", BF16
+        )
+        refuse(
+            not shapes_pages(), f"{name} before vLLM 0.29, which splits blocks into pages", "use vLLM 0.29 or later"
+        )
+    refuse(kind not in ("decoder", "hybrid"), f"{kind} attention", BF16)
     refuse(model_config.use_mla, "MLA models")
     refuse(model_config.uses_alibi, "ALiBi", BF16)
     refuse(model_config.is_mm_prefix_lm, "bidirectional attention over images")

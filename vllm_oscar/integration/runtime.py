@@ -39,7 +39,7 @@ from vllm_oscar.integration.refusal import (
     refuse_pages_of_several_sizes,
     refuse_unsupported_engine,
 )
-from vllm_oscar.integration.seams import asks_for_pages
+from vllm_oscar.integration.seams import asks_for_pages, keep_what_lives
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
 
@@ -83,9 +83,12 @@ class OscarRuntime:
 
     def __init__(self, vllm_config: "VllmConfig") -> None:
         self.config, self.sidecar, path = asked_for(vllm_config, rank_heads)
+        if current_platform.is_cpu() and vllm_config.model_config.is_hybrid:
+            keep_what_lives()
         self.vllm_config = vllm_config
         choose_block_size(vllm_config.cache_config, self.sidecar.layouts(64))
-        # vLLM's own number becomes that of the smallest blocks later, where layers in 16 bits have smaller ones
+        # vLLM's own number becomes that of the smallest blocks later, where layers in 16 bits have smaller ones, and
+        # that of the blocks which ours are cut from, where states are larger than a page of ours
         self.block_size: int = vllm_config.cache_config.block_size
         self._log_sidecar(path)
         if getattr(getattr(vllm_config, "quant_config", None), "kv_cache_scheme", None):
@@ -206,7 +209,8 @@ class OscarRuntime:
         """
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         fitted = getattr(model, "original_max_model_len", None) == -1  # --max-model-len auto
-        if fitted or cache.num_gpu_blocks_override is not None:
+        # of a hybrid model not even vLLM knows yet how large blocks are: it says so itself
+        if fitted or cache.num_gpu_blocks_override is not None or model.is_hybrid:
             return
         block_size = self.block_size
         block = sum(
@@ -254,7 +258,9 @@ class OscarRuntime:
         room = ""
         cache, scheduler = self.vllm_config.cache_config, self.vllm_config.scheduler_config
         windows = {impl.sliding_window for impl in ours} | {getattr(spec, "sliding_window", None) for spec in specs}
-        if len(windows) == 1 or scheduler.disable_hybrid_kv_cache_manager:  # all layers keep the same tokens
+        if self.vllm_config.model_config.is_hybrid:
+            room = f", in blocks of {cache.block_size:,} tokens, as large as a state of the other layers"
+        elif len(windows) == 1 or scheduler.disable_hybrid_kv_cache_manager:  # all layers keep the same tokens
             tokens = cache.num_gpu_blocks * self.block_size
             ratio = tokens * (bf16 + other) / (tokens * (int2 + other) + self.pool_bytes)
             room = f", room for {tokens:,} tokens ({ratio:.2f} times a 16-bit cache of this size, BF16 copies counted)"

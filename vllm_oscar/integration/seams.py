@@ -11,6 +11,7 @@ anything was changed. None of them changes what vLLM does for any other KV cache
 | choice of the backend | `current_platform.get_attn_backend_cls` | the same |
 | size of a page | `Attention.get_kv_cache_spec` | 0.28: `AttentionBackend.customize_spec` |
 | size of a block | `current_platform.update_block_size_for_backend` | the same |
+| zeros in new blocks of hybrid models, on CPUs | `CPUModelRunner._zero_block_ids` | the same |
 | errors, and a calibration, before anything is started | `EngineArgs.create_engine_config` | the same |
 | compilation before serving, on GPUs | `vllm.v1.worker.gpu_worker.kernel_warmup` | the same |
 """
@@ -165,7 +166,8 @@ def asks_for_pages() -> bool:
 
 
 def shapes_pages() -> bool:
-    """Whether vLLM shapes pages itself, and all connectors take them as (block, head, bytes): from 0.29 on."""
+    """Whether vLLM shapes and splits pages by what their specs say, and all connectors take them as (block, head,
+    bytes): from 0.29 on."""
     import vllm.v1.kv_cache_interface as interface
 
     return hasattr(interface, "KVCacheLayout")
@@ -290,6 +292,29 @@ def warm_up_with(callback: Callable[[Any], None]) -> None:
 
     setattr(kernel_warmup, DTYPE, True)
     gpu_worker.kernel_warmup = kernel_warmup
+
+
+def keep_what_lives() -> None:
+    """Beside state layers vLLM fills new blocks of attention layers with zeros. On its CPU platform, model runner V1
+    takes their numbers for those of kernel blocks, and would wipe out rows of others. Ours are not read before they
+    are written: they need no zeros.
+
+    Crossed by the first layer of a hybrid model, as above.
+    """
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    original: Any = getattr(CPUModelRunner, "_zero_block_ids", None)
+    _expect(callable(original), "CPUModelRunner._zero_block_ids")
+    if hasattr(original, DTYPE):
+        return
+
+    @functools.wraps(original)
+    def zero_block_ids(self: Any, block_ids: list[int]) -> None:
+        if self.vllm_config.cache_config.cache_dtype != DTYPE:
+            original(self, block_ids)
+
+    setattr(zero_block_ids, DTYPE, True)
+    CPUModelRunner._zero_block_ids = zero_block_ids  # type: ignore[method-assign]
 
 
 def page_spec(spec: Any, block_size: int, token_bytes: int) -> Any:
