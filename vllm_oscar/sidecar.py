@@ -110,6 +110,11 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 400 else f"{text[:400]}..."
 
 
+# `type` is the old name of rope_type; the original length is filled in by some readers and not by others; M-RoPE turns
+# text, which a calibration reads, like RoPE, and vLLM forgets it where only text is served
+_NOT_COMPARED = ("type", "original_max_position_embeddings", "mrope_section", "mrope_interleaved")
+
+
 def _normalised_rope(config: Any) -> dict[str, Any]:
     """RoPE parameters in one form, whichever generation of transformers wrote the configuration."""
     parameters = getattr(config, "rope_parameters", None)
@@ -125,10 +130,10 @@ def _normalised_rope(config: Any) -> dict[str, Any]:
         kept = {
             name: [float(v) for v in value] if isinstance(value, list | tuple) else value
             for name, value in given.items()
-            # `type` is the old name of rope_type; the original length is filled in by some readers and not by others
-            if value is not None and name not in ("type", "original_max_position_embeddings")
+            if value is not None and name not in _NOT_COMPARED
         }
-        kept["rope_type"] = given.get("rope_type") or given.get("type") or "default"
+        kind = given.get("rope_type") or given.get("type")
+        kept["rope_type"] = "default" if kind in (None, "mrope") else kind
         kept.setdefault("partial_rotary_factor", rotated_share or 1.0)
         return {name: float(v) if type(v) is int else v for name, v in sorted(kept.items())}
 

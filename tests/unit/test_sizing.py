@@ -73,9 +73,43 @@ def test_states_of_linear_attention_are_vllms() -> None:
             "qwen3_next", num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
             mamba_ssm_dtype=dtype, **sizes,
         )  # fmt: skip
-        model = Model.of(config, 0)
-        assert model.int2 == Cache(2 * 2 * 2 * 20, 6 * (2 * elements[0] + size * elements[1]))
-        assert model.bf16.request == model.int2.request
+        assert sizing._state_bytes(config) == 2 * elements[0] + size * elements[1]
+
+
+def test_states_of_mamba_and_convolutions_are_vllms() -> None:
+    import torch
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+
+    shapes = MambaStateShapeCalculator.mamba2_state_shape(1, 256, 2, 8, 32, 16, 4)
+    conv, matrix = (int(torch.tensor(shape).prod()) for shape in shapes)
+    granite = {
+        "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 2, "mamba_d_conv": 4,
+        "mamba_expand": 2, "hidden_size": 128,
+    }  # fmt: skip
+    assert sizing._state_bytes(transformers.AutoConfig.for_model("granitemoehybrid", **granite)) == 2 * (conv + matrix)
+    nemotron = {
+        "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "conv_kernel": 4,
+        "mamba_ssm_cache_dtype": "float32",
+    }  # fmt: skip
+    assert sizing._state_bytes(transformers.AutoConfig.for_model("nemotron_h", **nemotron)) == 2 * conv + 4 * matrix
+    (shape,) = MambaStateShapeCalculator.short_conv_state_shape(1, 128, 3)
+    lfm2 = transformers.AutoConfig.for_model("lfm2", hidden_size=128, conv_L_cache=3)
+    assert sizing._state_bytes(lfm2) == 2 * torch.tensor(shape).prod()
+
+
+def test_a_block_is_as_long_as_a_state_is_large() -> None:
+    """Half of the layers attend; a token of one takes 80 bytes in INT2 and 512 in 16 bits, a state 9,344."""
+    config = transformers.AutoConfig.for_model(
+        "qwen3_next", num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        layer_types=["linear_attention", "full_attention"] * 2, linear_num_key_heads=1, linear_num_value_heads=2,
+        linear_key_head_dim=64, linear_value_head_dim=32, linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    assert sizing._state_bytes(config) == 2 * 3 * 192 + 2 * 64 * 64 == 9344
+    model = Model.of(config, 0)
+    assert model.int2 == Cache(2 * 80, 2 * 2 * 128 * 80, block=128)
+    assert model.bf16 == Cache(2 * 512, 2 * 2 * 32 * 512, block=32)
+    assert model.int2.of_request(129) == (256 + 256) * 160
+    assert model.int2.tokens(480 * 1000, 128) == 1000
 
 
 def test_layers_in_16_bits_count_as_such() -> None:

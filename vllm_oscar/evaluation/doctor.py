@@ -19,11 +19,22 @@ import torch
 from vllm_oscar import __version__
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.errors import OscarError, SidecarNotFoundError
-from vllm_oscar.evaluation.sizing import GB, GPUS, Capacity, Model, capacity, weight_bytes
+from vllm_oscar.evaluation.sizing import (
+    ATTENTION,
+    GB,
+    GPUS,
+    KINDS,
+    Capacity,
+    Model,
+    capacity,
+    layer_types,
+    weight_bytes,
+)
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar, find_sidecar
 
 HELP = "check the installation, and what would happen for a model"
 GROUP, NAME = "vllm.general_plugins", "oscar"  # of the entry point
+LENGTHS = (8192, 32768, 131072)  # tokens of requests
 MARKS = {"ok": "  ok  ", "warn": " warn ", "fail": " FAIL "}
 
 
@@ -102,12 +113,13 @@ def model(name: str, sidecar_given: str | None = None) -> Iterator[Finding]:
         f"{fingerprint.architecture}, {fingerprint.num_layers} layers, {fingerprint.num_heads} query and "
         f"{fingerprint.num_kv_heads} KV heads of size {fingerprint.head_size}",
     )
-    kinds = getattr(getattr(config, "text_config", None) or config, "layer_types", None) or ["full_attention"]
-    if odd := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
+    kinds = layer_types(config.get_text_config())
+    if odd := sorted(set(kinds) - KINDS):
         yield Finding("layers", "warn", f"{', '.join(odd)} layers: not tried with an INT2 cache")
     sidecar: Sidecar | None = None
     try:
-        sidecar, text = _sidecar(name, fingerprint, sidecar_given)
+        attending = {index for index, kind in enumerate(kinds) if kind in ATTENTION}
+        sidecar, text = _sidecar(name, fingerprint, attending, sidecar_given)
         yield Finding("sidecar", "ok", text)
     except SidecarNotFoundError as error:  # nothing is wrong: it can be made
         yield Finding("sidecar", "fail" if sidecar_given else "warn", str(error))
@@ -136,6 +148,8 @@ def sizes(name: str, config: Any, sidecar: Sidecar | None) -> Iterator[Finding]:
         f"of which the BF16 copies take at most {100 * options.pool_share:g}%",
         {format: getattr(model, format).token for format in ("int2", "fp8", "bf16")},
     )
+    if model.int2.block > 1:
+        yield _gain(model)
     if unknown:
         yield Finding("weights", "warn", f"{unknown}: what GPUs would hold is not known")
         return
@@ -147,6 +161,20 @@ def sizes(name: str, config: Any, sidecar: Sidecar | None) -> Iterator[Finding]:
         found = _held("this GPU", here)
         there = torch.cuda.device_count()
         yield found if here.gpus <= there else replace(found, status="fail", text=f"{found.text}; there are {there}")
+
+
+def _gain(model: Model) -> Finding:
+    """What of a hybrid model's cache is states, and does not shrink."""
+    gains = {context: model.bf16.of_request(context) / model.int2.of_request(context) for context in LENGTHS}
+    shown = ", ".join(f"{context:,} tokens {gain:.2f}" for context, gain in gains.items())
+    return Finding(
+        "states",
+        "ok",
+        f"a block has {model.int2.block:,} tokens, as many as a state of its other layers is large (16 bits: "
+        f"{model.bf16.block:,}), and prefix hits come in blocks; requests in the memory of one in 16 bits, states and "
+        f"whole blocks counted, BF16 copies not: of {shown}",
+        {"block": model.int2.block, "gain": gains},
+    )
 
 
 def _held(what: str, capacity: Capacity) -> Finding:
@@ -203,17 +231,22 @@ def _runner(name: str) -> str | None:
     return look.model_runner(look.configured(name))
 
 
-def _sidecar(name: str, fingerprint: ModelFingerprint, given: str | None) -> tuple[Sidecar | None, str]:
-    """The sidecar, where one is asked for, and what is said of it."""
+def _sidecar(
+    name: str, fingerprint: ModelFingerprint, attending: set[int], given: str | None
+) -> tuple[Sidecar | None, str]:
+    """The sidecar, where one is asked for, and what is said of it.
+
+    Args:
+        attending: layers with attention
+    """
     options = OscarConfig.parse(None)
     if options.rotation == "hadamard" and not given:
         return None, "not asked for (rotation: hadamard)"
     path = find_sidecar(name, given or options.sidecar)
     sidecar = Sidecar.load(path, fingerprint)
-    packed = f"{len(sidecar.layers)} of {fingerprint.num_layers} layers"
-    skip = (
-        f"; the others need --kv-cache-dtype-skip-layers {','.join(map(str, sidecar.absent))}" if sidecar.absent else ""
-    )
+    packed = f"{len(attending & sidecar.layers.keys())} of {len(attending)} layers with attention"
+    absent = sorted(attending & set(sidecar.absent))
+    skip = f"; the others need --kv-cache-dtype-skip-layers {','.join(map(str, absent))}" if absent else ""
     packed += f", {sidecar.bits_in_words} an element"
     return sidecar, f"{path}: method {sidecar.method}, digest {sidecar.digest[:12]}, {packed}{skip}"
 

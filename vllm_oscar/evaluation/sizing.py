@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from vllm_oscar.config import OscarConfig
+from vllm_oscar.errors import UnsupportedError
 from vllm_oscar.hot_pool import HotContract, HotPool
 from vllm_oscar.integration.seams import LARGE, MAX_NUM_SEQS, MAX_NUM_SEQS_SMALL
 from vllm_oscar.page_layout import PageLayout
@@ -22,6 +23,12 @@ UTILISATION = 0.9  # --gpu-memory-utilization; a little below what vLLM takes wh
 OVERHEAD = 2 * GB  # of each GPU: activations, CUDA graphs, NCCL; a guess, as only an engine can measure it
 LONG = 32768  # tokens of a request where a configuration does not say how long one may be
 BLOCK = 64  # tokens of a block on GPUs
+BLOCK_16_BITS = 16  # of FlashAttention's, and of FP8's
+STATES = 2  # of a request in each layer that has them: vLLM keeps the last one at a block's end too, for prefix hits
+# of layers by their types: which keep tokens, and which a state
+ATTENTION = {"full_attention": "full", "attention": "full", "hybrid": "full", "sliding_attention": "sliding"}
+_STATEFUL = frozenset({"linear_attention", "mamba", "conv", "hybrid"})
+KINDS = frozenset({*ATTENTION, *_STATEFUL, "mlp", "moe"})
 
 
 @dataclass(frozen=True)
@@ -30,15 +37,21 @@ class Cache:
 
     Attributes:
         token: bytes of a token, over the layers that keep all tokens
-        request: bytes of a request besides: sliding windows, and states of recurrent layers
+        request: bytes of a request besides: sliding windows, and states of recurrent layers, as large as a page each
+        block: tokens of a block where vLLM makes it as large as a state; else 1, as blocks are short
     """
 
     token: int
     request: int
+    block: int = 1
+
+    def of_request(self, context: int) -> int:
+        """Bytes of a request of so many tokens."""
+        return -(-context // self.block) * self.block * self.token + self.request
 
     def tokens(self, memory: float, context: int) -> int:
         """How many of them fit, in requests of `context` tokens."""
-        return int(memory // (self.token + self.request / context))
+        return int(memory // (self.of_request(context) / context))
 
 
 @dataclass(frozen=True)
@@ -72,35 +85,46 @@ class Model:
         """
         model = ModelFingerprint.of(hf_config)
         config = hf_config.get_text_config()
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * model.num_layers
+        types = layer_types(config)
+        kinds = [ATTENTION.get(kind, "") for kind in types]
         context = getattr(config, "max_position_embeddings", None) or LONG
         kept = min(context, getattr(config, "sliding_window", None) or context)
-        states = _state_bytes(config) * kinds.count("linear_attention") if "linear_attention" in kinds else 0
+        stateful = sum(kind in _STATEFUL for kind in types)
+        state = _state_bytes(config) if stateful else 0
         elements = 2 * model.num_kv_heads * model.head_size  # of a token in a layer
         usual = PageLayout(model.head_size, BLOCK)
         layouts = dict.fromkeys(range(len(kinds)), usual)
         if sidecar:
             layouts = {index: layer.layout(BLOCK, sidecar.group_size) for index, layer in sidecar.layers.items()}
-        packed = [index in layouts and kind != "linear_attention" for index, kind in enumerate(kinds)]
+        packed = [index in layouts and bool(kind) for index, kind in enumerate(kinds)]
         slot_layout = next(iter(layouts.values()), usual)  # copies are the same for all bits
 
-        def cache(layer: Callable[[int], int]) -> Cache:
-            """By the bytes of a token in each layer."""
+        def cache(unit: int, layer: Callable[[int], int]) -> Cache:
+            """By the fewest tokens of a block, and the bytes of a token in each layer."""
             bytes_of = Counter[str]()
             for index, kind in enumerate(kinds):
                 bytes_of[kind] += layer(index)
-            return Cache(bytes_of["full_attention"], kept * bytes_of["sliding_attention"] + states)
+            if not state:
+                return Cache(bytes_of["full"], kept * bytes_of["sliding"])
+            token = layer(kinds.index("full"))  # of a layer; in hybrid models all are alike
+            block = unit * -(-state // (unit * token))
+            return Cache(bytes_of["full"], STATES * stateful * block * token, block)
 
         return cls(
             weights,
             context,
             int2=cache(
-                lambda index: model.num_kv_heads * layouts[index].token_bytes if packed[index] else 2 * elements
+                BLOCK, lambda index: model.num_kv_heads * layouts[index].token_bytes if packed[index] else 2 * elements
             ),
-            fp8=cache(lambda index: elements),
-            bf16=cache(lambda index: 2 * elements),
+            fp8=cache(BLOCK_16_BITS, lambda index: elements),
+            bf16=cache(BLOCK_16_BITS, lambda index: 2 * elements),
             slot=sum(packed) * HotPool.slot_bytes(slot_layout, model.num_kv_heads, torch.bfloat16),
         )
+
+
+def layer_types(config: Any) -> list[str]:
+    """What each layer of a text configuration is; see KINDS."""
+    return getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
 
 
 @dataclass(frozen=True)
@@ -188,10 +212,26 @@ def _weight_bytes_on_the_hub(model: str, revision: str | None) -> int | None:
 
 
 def _state_bytes(config: Any) -> int:
-    """State of a request in one layer of gated linear attention (Qwen3-Next and later), as vLLM keeps it: the last
-    inputs of its convolution in 16 bits, and a matrix for each value head."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values = config.linear_num_value_heads * config.linear_value_head_dim
-    convolution = (2 * keys + values) * (config.linear_conv_kernel_dim - 1)
-    element = 4 if getattr(config, "mamba_ssm_dtype", None) == "float32" else 2
-    return int(2 * convolution + element * values * config.linear_key_head_dim)
+    """State of a request in one layer, as vLLM keeps it: the last inputs of its convolution in 16 bits, and, but for
+    LFM2, a matrix for each head of gated linear attention (Qwen3-Next and later) or Mamba-2.
+
+    Raises:
+        UnsupportedError: layers of another kind.
+    """
+
+    def first(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    element = 4 if "float32" in (first("mamba_ssm_dtype"), first("mamba_ssm_cache_dtype")) else 2
+    if values := first("linear_num_value_heads"):
+        values *= config.linear_value_head_dim
+        channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim + values
+        return int(2 * channels * (config.linear_conv_kernel_dim - 1) + element * values * config.linear_key_head_dim)
+    if values := first("mamba_n_heads", "mamba_num_heads"):
+        values *= first("mamba_d_head", "mamba_head_dim")
+        size = first("mamba_d_state", "ssm_state_size")
+        channels = values + 2 * first("mamba_n_groups", "n_groups") * size
+        return int(2 * channels * (first("mamba_d_conv", "conv_kernel") - 1) + element * values * size)
+    if width := first("conv_L_cache"):
+        return int(2 * config.hidden_size * (width - 1))
+    raise UnsupportedError(f"{type(config).__name__}: the size of its layers' states is not known")

@@ -210,8 +210,7 @@ def refuse_pages_of_several_sizes(vllm_config: "VllmConfig", token_bytes: set[in
         token_bytes: of a KV head, in each layer
     """
     refuse(
-        len(token_bytes) > 1
-        and (vllm_config.model_config.is_hybrid or len(set(_layer_types(vllm_config))) > 1),
+        len(token_bytes) > 1 and (vllm_config.model_config.is_hybrid or len(set(_layer_types(vllm_config))) > 1),
         "a sidecar whose layers have different numbers of bits where only some layers attend to all tokens: vLLM "
         "would make all pages as large as the largest",
         "calibrate with the same bits for all layers (oscar calibrate --bits k3v2)",
@@ -260,11 +259,11 @@ def refuse_unsupported_model(model_config: "ModelConfig") -> None:
     if model_config.is_hybrid:
         name = model_config.architecture
         refuse(
-            name not in HYBRIDS, f"hybrid models (Mamba or linear attention beside attention) other than {_LISTED}", BF16
+            name not in HYBRIDS,
+            f"hybrid models (Mamba or linear attention beside attention) other than {_LISTED}",
+            BF16,
         )
-        refuse(
-            not shapes_pages(), f"{name} before vLLM 0.29, which splits blocks into pages", "use vLLM 0.29 or later"
-        )
+        refuse(not shapes_pages(), f"{name} before vLLM 0.29, which splits blocks into pages", "use vLLM 0.29 or later")
     refuse(kind not in ("decoder", "hybrid"), f"{kind} attention", BF16)
     refuse(model_config.use_mla, "MLA models")
     refuse(model_config.uses_alibi, "ALiBi", BF16)

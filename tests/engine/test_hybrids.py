@@ -1,0 +1,119 @@
+"""Hybrid models, small and with random weights: attention in INT2 beside states that vLLM keeps as they are.
+
+A block is as long as a state is large, 224 or 240 tokens here, and the runner splits it into ours of 16 tokens. Every
+step is audited.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from benchmarks.models.hybrids import HYBRIDS
+from benchmarks.models.shapes import random_sidecar
+from tests.engine.conftest import TINY, divergence
+
+if TYPE_CHECKING:
+    from tests.engine.conftest import Engine
+
+pytestmark = pytest.mark.engine
+PROMPT, TOKENS, CHUNK = 200, 260, 130
+SINK, WINDOW = 16, 32
+EXACT = 5e-4  # rounding rows to BF16 in another basis; measured up to MEASURED
+INT2 = 0.3
+BLOCKS = {"lfm2": 34}  # of 16 tokens; else 6 of 224 or 240: enough for one request of TOKENS, and not for two
+PERIOD, PERIODS = 23, 12  # of a text that repeats itself, for drafts by n-grams
+
+
+def text(shift: int) -> list[int]:
+    return [(7 * i * i + 3 * i + shift) % 500 + 5 for i in range(TOKENS)]
+
+
+@pytest.fixture(autouse=True)
+def _every_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_OSCAR_AUDIT", "1")
+
+
+@pytest.fixture(autouse=True)
+def _image_code_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's Qwen3.5 imports transformers' image processors, and these torchvision. No image is looked at here."""
+    if importlib.util.find_spec("torchvision") is None:
+        for name in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional"):
+            module = ModuleType(f"torchvision{name}")
+            module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def make(tiny_model: Callable[..., Path], any_engine: Callable[..., Engine]) -> Callable[..., Engine]:
+    """Engine of a family's model, with a cache in 16 bits where no contract is given."""
+
+    def engine(family: str, contract: dict[str, int] | None = None, **options: Any) -> Engine:
+        folder = tiny_model({"num_hidden_layers": 2} | HYBRIDS[family](TINY["hidden_size"], 2))
+        common = {"skip_tokenizer_init": True, "max_model_len": 320, "num_gpu_blocks_override": 60} | options
+        if contract is None:
+            return any_engine(folder, None, kv_cache_dtype="auto", **common | {"block_size": None})
+        made = any_engine(folder, random_sidecar(folder), contract, enable_prefix_caching=True, **common)
+        made.chunk_limit(CHUNK)
+        return made
+
+    return engine
+
+
+def expected(engine: Engine, texts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """Log probabilities after each token of texts, one prompt at a time and in one step."""
+    for name, tokens in texts.items():
+        engine.run({name: tokens}, 1)
+    return {name: engine.log_probabilities(name, 0, len(tokens)) for name, tokens in texts.items()}
+
+
+@pytest.mark.parametrize("family", sorted(HYBRIDS.keys() - {"qwen3_5_moe"}))  # it is the dense one with experts
+def test_states_and_copies_share_blocks(make: Callable[..., Engine], family: str) -> None:
+    """While copies cover the context the cache is exact up to rounding: in chunks, two requests at a time, of which one
+    is preempted, in decode steps, and when blocks are found again."""
+    texts = {"one": text(0), "two": text(1)}
+    exact = expected(make(family), texts)
+    assert divergence(exact["one"], exact["two"]).mean() > 0.1  # or the comparison says nothing
+    engine = make(family, {"sink": SINK, "window": 512}, num_gpu_blocks_override=BLOCKS.get(family, 6))
+    block = engine.llm.llm_engine.vllm_config.cache_config.block_size
+    assert engine.runtime.block_size == 16 and (block == 16 if family == "lfm2" else block > 200 and block % 16 == 0)
+    engine.run({name: tokens[:PROMPT] for name, tokens in texts.items()}, TOKENS - PROMPT, forced=texts)
+    assert engine.metric("vllm:num_preemptions") > 0
+    for name in texts:
+        kl = divergence(exact[name][: TOKENS - 1], engine.log_probabilities(name, 0, TOKENS - 1))
+        print(f"{family}, {name}: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
+        assert kl.mean() < EXACT
+    found = engine.run({"again": texts["two"]}, 1)["again"].num_cached_tokens
+    assert found == (TOKENS - 1) // block * block
+    assert divergence(exact["two"][found:], engine.log_probabilities("again", found, TOKENS)).mean() < EXACT
+    assert engine.runtime.statistics()["int2_reads"] == 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "nemotron_h"])
+def test_int2_is_read_beside_states_and_drafts_are_verified(make: Callable[..., Engine], family: str) -> None:
+    repeating = {"one": text(0)[:PERIOD] * PERIODS, "two": text(1)[:PERIOD] * PERIODS}
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}
+    engine = make(family, {"sink": SINK, "window": WINDOW}, speculative_config=drafts)
+    answers = {name: list(done.outputs[0].token_ids) for name, done in engine.run(repeating, 20).items()}
+    assert engine.metric("vllm:spec_decode_num_draft_tokens") > 0
+    exact = expected(make(family), {name: repeating[name] + answers[name] for name in repeating})
+    block, heads = engine.llm.llm_engine.vllm_config.cache_config.block_size, TINY["num_key_value_heads"]
+    for name, wanted in exact.items():
+        last = len(wanted) - 1
+        kl = divergence(wanted[:last], engine.log_probabilities(name, 0, last))
+        print(f"{family}, {name}: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
+        assert EXACT / 10 < kl.mean() < INT2
+    before = engine.runtime.statistics()["int2_reads"]
+    found = engine.run({"again": repeating["one"]}, 1)["again"].num_cached_tokens
+    assert found == PERIOD * PERIODS // block * block
+    # one chunk behind what was found, by counting
+    rows = sum(SINK <= j < found + 1 - WINDOW for j in range(found))
+    assert engine.runtime.statistics()["int2_reads"] - before == heads * rows > 0
