@@ -17,14 +17,15 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from benchmarks.models.heads import MIMO, head_folder, head_weights
-from benchmarks.models.shapes import GEMMA2, GPT_OSS, prompts
+from benchmarks.models.hybrids import HYBRIDS
+from benchmarks.models.shapes import GEMMA2, GPT_OSS, SHAPES, prompts
 from gates.side_by_side import Process, failed, side_by_side
 
 os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", TORCHINDUCTOR_COMPILE_THREADS="2", VLLM_LOGGING_LEVEL="WARNING")
@@ -187,6 +188,19 @@ DRAFTS = {"method": "ngram_gpu", "num_speculative_tokens": 3, "prompt_lookup_max
 DEEPER = {"num_hidden_layers": 4}  # an EAGLE-3 head takes the states of three
 GPT_OSS_4 = GPT_OSS | DEEPER | {"layer_types": ["sliding_attention", "full_attention"] * 2}
 ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}  # where layers that slide keep all tokens
+
+
+def hybrid(family: str, blocks: int = 60, **options: Any) -> Setting:
+    """A model with states beside attention. Its blocks have hundreds of tokens (LFM2's 64), so that sixteen sequences
+    do not fit and some are preempted."""
+    return Setting(
+        HYBRIDS[family](SHAPES["tiny"]["hidden_size"], SHAPES["tiny"]["num_hidden_layers"]),
+        DECODE_GRAPHS | {"num_gpu_blocks_override": blocks} | options,
+        weights=True,
+        since="0.29",
+    )
+
+
 # reaches from before the window to keys that were written by decoding and have left it
 Reencoded = functools.partial(Setting, options=DECODE_GRAPHS, oscar={"sink": 16, "window": 64}, reencoded=True)
 SETTINGS: dict[str, Setting] = {
@@ -232,6 +246,15 @@ SETTINGS: dict[str, Setting] = {
     "offloading, pages of two sizes": Setting(
         options=DECODE_GRAPHS | {"kv_offloading_size": 1}, bits=((3, 2), (4, 4)), more=offloaded, since="0.29"
     ),
+    "Qwen3-Next": replace(hybrid("qwen3_next"), modes=BOTH),
+    "Qwen3-Next, drafts": hybrid("qwen3_next", speculative_config=DRAFTS),
+    "Qwen3.5": hybrid("qwen3_5"),
+    "Qwen3.5, experts, audited": replace(hybrid("qwen3_5_moe"), audited=True),
+    "Granite 4": hybrid("granitemoehybrid"),
+    "LFM2": hybrid("lfm2", 240),
+    "Nemotron-H": replace(hybrid("nemotron_h"), modes=BOTH),
+    "Nemotron-H, drafts, audited": replace(hybrid("nemotron_h", speculative_config=DRAFTS), audited=True),
+    "Falcon-H1": hybrid("falcon_h1"),
     "encoded again": Reencoded(),
     "encoded again, 3 bits": Reencoded(bits=((3, 2),)),
     "encoded again, groups of 32": Reencoded(group_size=32),

@@ -93,11 +93,35 @@ def _encoded_from(copy: torch.Tensor, codec: RowCodec, page: torch.Tensor) -> to
     return same
 
 
-def check_copies(table: SlotTable, pool: HotPool, views: PageViews, cache_layer: CacheLayer) -> None:
+def stored_rows(table: SlotTable, block_table: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Which rows requests have, bool (blocks, P).
+
+    Args:
+        block_table: int (requests, blocks)
+        before: int (requests,), tokens that each has stored
+    """
+    p = table.contract.block_size
+    first = torch.arange(block_table.shape[1], device=before.device) * p
+    count = (before[:, None] - first).clamp(0, p)  # of each block
+    stored = torch.zeros(table.slot_of_block.shape[0] - 1, dtype=torch.int64, device=before.device)
+    held = count > 0
+    stored.scatter_reduce_(0, block_table[held].long(), count[held].long(), "amax")
+    return torch.arange(p, device=before.device) < stored[:, None]
+
+
+def check_copies(
+    table: SlotTable, pool: HotPool, views: PageViews, cache_layer: CacheLayer, stored: torch.Tensor
+) -> None:
     """A layer between two steps: a copy whose words agree with its page's is a copy of the row that is in the page.
+
+    Of rows that requests have: what a block holds that nobody has may be anything, a state of a hybrid model's other
+    layers for one, which overwrites codes and leaves words alone.
 
     That is so where the two are near, of the copy's norm (another token's is at about 1.4 of it). Of some rows no INT2
     form is near, by that measure: then the copy is encoded again.
+
+    Args:
+        stored: see `stored_rows`
 
     Raises:
         PoolError: names the rule that is broken.
@@ -105,7 +129,8 @@ def check_copies(table: SlotTable, pool: HotPool, views: PageViews, cache_layer:
     slots = (table.block_of_slot[:-1] >= 0).nonzero()[:, 0]
     blocks = table.block_of_slot[slots].long()
     meta = views.meta[blocks]
-    proven = (pool.words[slots] == page_words(meta)).all(-1) & (table.written[slots] > 0)[:, None]  # (slots, heads, P)
+    kept = stored[blocks] & (table.written[slots] > 0)
+    proven = (pool.words[slots] == page_words(meta)).all(-1) & kept[:, None]  # (slots, heads, P)
     for which, codec, name in ((KEY, cache_layer.key, "key"), (VALUE, cache_layer.value, "value")):
         pair = meta[..., which, :, :]
         page = decode(views.codes(which, blocks), pair[..., 0], pair[..., 1])

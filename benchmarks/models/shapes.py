@@ -93,7 +93,8 @@ GPT_OSS: dict[str, object] = {
 def model_folder(shape: str, root: Path, **changes: object) -> Path:
     """A folder with config.json (no weights: serve with --load-format dummy) and a sidecar in its oscar/ folder."""
     config = {**SHAPES[shape], **changes}
-    folder = root / "-".join([shape, *(f"{k}{v}" for k, v in changes.items() if isinstance(v, int))])
+    name = "-".join([shape, *(f"{k}{v}" for k, v in changes.items() if isinstance(v, int))])
+    folder = root / name[:200]  # file systems take 255
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder

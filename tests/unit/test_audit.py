@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vllm_oscar.audit import check_copies, check_places, check_table
+from vllm_oscar.audit import check_copies, check_places, check_table, stored_rows
 from vllm_oscar.cache_layer import CacheLayer, RowCodec
 from vllm_oscar.errors import PoolError
 from vllm_oscar.hot_pool import HotContract, HotPool, SlotTable
@@ -107,6 +107,16 @@ def written(table: SlotTable, layer: CacheLayer, rows: torch.Tensor) -> tuple[Ho
     return pool, views
 
 
+def first_rows(table: SlotTable, tokens: int) -> torch.Tensor:
+    """Of the request that has blocks 7 and 3."""
+    return stored_rows(table, torch.tensor([[7, 3], [0, 0]], dtype=torch.int32), torch.tensor([tokens, 0]))
+
+
+def test_rows_of_requests_are_those_before_their_step(table: SlotTable) -> None:
+    stored = first_rows(table, P + 3)
+    assert stored.sum() == P + 3 and stored[7].all() and stored[3, :3].all()
+
+
 def test_a_copy_that_is_not_marked_is_named(table: SlotTable) -> None:
     with pytest.raises(PoolError, match="a copy is marked as one"):
         check_places(table, torch.tensor([7 * P + 4]), torch.tensor([4]))
@@ -127,15 +137,16 @@ def test_a_proven_copy_is_of_the_row_in_the_page(
 ) -> None:
     layer = cache_layer("ls")
     pool, views = written(table, layer, torch.randn((2, 2 * P, 1, SIZE), generator=torch.Generator().manual_seed(0)))
-    check_copies(table, pool, views, layer)
+    check_copies(table, pool, views, layer, first_rows(table, 2 * P))
     damage(pool, which)
     with pytest.raises(PoolError, match=f"a proven {name} is the page's"):
-        check_copies(table, pool, views, layer)
+        check_copies(table, pool, views, layer, first_rows(table, 2 * P))
     for kept, spoilt in ((table.written, 0), (pool.words[:, 0, :, 0], 1)):  # then nobody reads it
         was = kept[1, 9].item()
         kept[1, 9] = spoilt
-        check_copies(table, pool, views, layer)
+        check_copies(table, pool, views, layer, first_rows(table, 2 * P))
         kept[1, 9] = was
+    check_copies(table, pool, views, layer, first_rows(table, P + 9))  # nor a row that no request has
 
 
 def hard_rows() -> torch.Tensor:
@@ -167,7 +178,7 @@ def test_no_true_copy_is_called_wrong(table: SlotTable, encoder: str, group_size
     copy = pool.rows[:2, :, KEY].float()
     if encoder == "minmax" or (encoder == "metric" and not first):
         assert ((page - copy).norm(dim=-1) > copy.norm(dim=-1)).any(), "a distance alone does not tell"
-    check_copies(table, pool, views, layer)
+    check_copies(table, pool, views, layer, first_rows(table, 2 * P))
     pool.rows[:2, :, :, :12] = pool.rows[:2, :, :, :12].roll(1, 3)
     with pytest.raises(PoolError, match="a proven key is the page's"):
-        check_copies(table, pool, views, layer)
+        check_copies(table, pool, views, layer, first_rows(table, 2 * P))

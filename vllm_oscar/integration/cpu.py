@@ -87,7 +87,7 @@ class CpuMetadataBuilder(AttentionMetadataBuilder[CpuMetadata]):
         slot_mapping = common.slot_mapping[:num_tokens]
         short = (query_lens <= threshold)[request]
         hot_slot_mapping = table.map_copies(slot_mapping, position, before, after, short)
-        self.runtime.audit(self.layer_names, table, slot_mapping, hot_slot_mapping)
+        self.runtime.audit(self.layer_names, table, common, hot_slot_mapping)
         self.runtime.watch()
         return CpuMetadata(
             num_tokens=num_tokens,

@@ -127,7 +127,7 @@ class CudaMetadataBuilder(AttentionMetadataBuilder[CudaMetadata]):
         num_tokens = common.num_actual_tokens
         slot_mapping = common.slot_mapping[:num_tokens]
         slots.map_copies(table, slot_mapping, starts, seq_lens, threshold, self.hot_slot_mapping, self.position)
-        self.runtime.audit(self.layer_names, table, slot_mapping, self.hot_slot_mapping[:num_tokens])
+        self.runtime.audit(self.layer_names, table, common, self.hot_slot_mapping[:num_tokens])
 
         starts_cpu = common.query_start_loc_cpu
         # zeros: requests that pad a CUDA graph

@@ -45,6 +45,7 @@ from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
 
     from vllm_oscar.integration.layer import OscarImpl
 
@@ -285,7 +286,7 @@ class OscarRuntime:
             table.clear()
 
     def audit(
-        self, layer_names: list[str], table: SlotTable, slot_mapping: torch.Tensor, hot_slot_mapping: torch.Tensor
+        self, layer_names: list[str], table: SlotTable, step: "CommonAttentionMetadata", hot_slot_mapping: torch.Tensor
     ) -> None:
         """Check a group's slots as they are for the step that begins, and its copies as the last step left them.
         Called by every builder in every step; does nothing unless the environment asks.
@@ -296,12 +297,15 @@ class OscarRuntime:
         if not self._audits:
             return
         audit.check_table(table)
-        audit.check_places(table, slot_mapping, hot_slot_mapping)
+        audit.check_places(table, step.slot_mapping[: step.num_actual_tokens], hot_slot_mapping)
+        before = step.seq_lens - step.query_start_loc.diff()
+        stored = audit.stored_rows(table, step.block_table_tensor, before)
         for name in layer_names:
             layer = self.vllm_config.compilation_config.static_forward_context[name]
             impl: OscarImpl = layer.impl
             if impl.owns_cache:
-                audit.check_copies(table, impl.pool, impl.layout.views(impl.pages(layer.kv_cache)), impl.cache_layer)
+                views = impl.layout.views(impl.pages(layer.kv_cache))
+                audit.check_copies(table, impl.pool, views, impl.cache_layer, stored)
 
     def watch(self) -> None:
         """Warn, once for each reason, when the engine degrades. Called by every group's builder in every step; looks
