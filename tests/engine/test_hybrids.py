@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.engine
 PROMPT, TOKENS, CHUNK = 200, 260, 130
 SINK, WINDOW = 16, 32
-EXACT = 5e-4  # rounding rows to BF16 in another basis; measured up to MEASURED
-INT2 = 0.3
-BLOCKS = {"lfm2": 34}  # of 16 tokens; else 6 of 224 or 240: enough for one request of TOKENS, and not for two
+EXACT = 5e-4  # rounding rows to BF16 in another basis; measured up to 5e-5
+INT2 = 0.3  # measured: 0.04, and 0.1 behind a prefix hit
+BLOCKS = 6  # of 224 or 240 tokens: enough for one request of TOKENS, and not for two
 PERIOD, PERIODS = 23, 12  # of a text that repeats itself, for drafts by n-grams
 
 
@@ -75,16 +75,16 @@ def expected(engine: Engine, texts: dict[str, list[int]]) -> dict[str, torch.Ten
     return {name: engine.log_probabilities(name, 0, len(tokens)) for name, tokens in texts.items()}
 
 
-@pytest.mark.parametrize("family", sorted(HYBRIDS.keys() - {"qwen3_5_moe"}))  # it is the dense one with experts
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "granitemoehybrid", "nemotron_h", "falcon_h1"])
 def test_states_and_copies_share_blocks(make: Callable[..., Engine], family: str) -> None:
     """While copies cover the context the cache is exact up to rounding: in chunks, two requests at a time, of which one
     is preempted, in decode steps, and when blocks are found again."""
     texts = {"one": text(0), "two": text(1)}
     exact = expected(make(family), texts)
     assert divergence(exact["one"], exact["two"]).mean() > 0.1  # or the comparison says nothing
-    engine = make(family, {"sink": SINK, "window": 512}, num_gpu_blocks_override=BLOCKS.get(family, 6))
+    engine = make(family, {"sink": SINK, "window": 512}, num_gpu_blocks_override=BLOCKS)
     block = engine.llm.llm_engine.vllm_config.cache_config.block_size
-    assert engine.runtime.block_size == 16 and (block == 16 if family == "lfm2" else block > 200 and block % 16 == 0)
+    assert engine.runtime.block_size == 16 and block in (224, 240)
     engine.run({name: tokens[:PROMPT] for name, tokens in texts.items()}, TOKENS - PROMPT, forced=texts)
     assert engine.metric("vllm:num_preemptions") > 0
     for name in texts:
@@ -103,26 +103,47 @@ def test_int2_is_read_beside_states(make: Callable[..., Engine]) -> None:
     exact = expected(make("nemotron_h"), {"one": tokens})["one"]
     engine = make("nemotron_h", {"sink": SINK, "window": WINDOW})
     reads = 0
-    for name, starts in (("one", [0, CHUNK]), ("again", [240])):
-        assert engine.run({name: tokens}, 1)[name].num_cached_tokens == starts[0]
-        reads += sum(SINK <= j < before + 1 - WINDOW for before in starts for j in range(before))
+    for name, found in (("one", 0), ("again", 240)):
+        assert engine.run({name: tokens}, 1)[name].num_cached_tokens == found
+        reads += sum(SINK <= j < before + 1 - WINDOW for before, _ in engine.chunks[name] for j in range(before))
         assert engine.runtime.statistics()["int2_reads"] == TINY["num_key_value_heads"] * reads > 0
-        kl = divergence(exact[starts[0] :], engine.log_probabilities(name, starts[0], TOKENS))
-        print(f"INT2, {starts[0]} found: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
+        kl = divergence(exact[found:], engine.log_probabilities(name, found, TOKENS))
+        print(f"INT2, {found} found: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
         assert EXACT / 10 < kl.mean() < INT2
 
 
 def test_drafts_are_verified_beside_states(make: Callable[..., Engine]) -> None:
-    """With drafts and prefix hits at a time vLLM's CPU platform needs a Triton of its own, with any cache."""
-    repeating = {"one": text(0)[:PERIOD] * PERIODS, "two": text(1)[:PERIOD] * PERIODS}
+    """The reference verifies the same drafts: on vLLM's CPU platform states behind rejected ones are not what they would
+    be without, with any cache. And with prefix hits at a time it needs a Triton that runs on CPUs."""
+    prompt = text(0)[:PERIOD] * PERIODS
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}
-    contract = {"sink": SINK, "window": 512}
-    engine = make("qwen3_next", contract, speculative_config=drafts, enable_prefix_caching=False)
-    answers = {name: list(done.outputs[0].token_ids) for name, done in engine.run(repeating, 20).items()}
-    assert engine.metric("vllm:spec_decode_num_draft_tokens") > 0
-    exact = expected(make("qwen3_next"), {name: repeating[name] + answers[name] for name in repeating})
-    for name, wanted in exact.items():
-        last = len(wanted) - 1
-        kl = divergence(wanted[:last], engine.log_probabilities(name, 0, last))
-        print(f"drafts, {name}: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
+    found: list[tuple[list[int], torch.Tensor]] = []
+    for contract in (None, {"sink": SINK, "window": 512}):
+        engine = make("qwen3_next", contract, speculative_config=drafts, enable_prefix_caching=False)
+        engine.chunk_limit(CHUNK)
+        done = engine.run({"one": prompt}, 20, {"one": prompt + prompt})["one"]  # forced where no drafts are verified
+        assert engine.metric("vllm:spec_decode_num_draft_tokens") > 0
+        answer = list(done.outputs[0].token_ids)
+        found.append((answer, engine.log_probabilities("one", 0, len(prompt + answer) - 1)))
+    (expected_answer, exact), (answer, ours) = found
+    assert answer == expected_answer
+    kl = divergence(exact, ours)
+    print(f"drafts: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
+    assert kl.mean() < EXACT
+
+
+def test_convolutions(make: Callable[..., Engine]) -> None:
+    """States smaller than a page of ours, which is a block then. The reference takes the same steps: on vLLM's CPU
+    platform what a convolution gives depends on how many tokens a step has, with any cache."""
+    texts = {"one": text(0), "two": text(1)}
+    found: list[dict[str, torch.Tensor]] = []
+    for contract in (None, {"sink": SINK, "window": 512}):
+        engine = make("lfm2", contract, enable_prefix_caching=False)
+        engine.chunk_limit(CHUNK)
+        engine.run({name: tokens[:PROMPT] for name, tokens in texts.items()}, TOKENS - PROMPT, forced=texts)
+        found.append({name: engine.log_probabilities(name, 0, TOKENS - 1) for name in texts})
+    assert engine.runtime.block_size == engine.llm.llm_engine.vllm_config.cache_config.block_size == 16
+    for name in texts:
+        kl = divergence(found[0][name], found[1][name])
+        print(f"lfm2, {name}: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
         assert kl.mean() < EXACT

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from packaging.version import Version
 
+from benchmarks.models.hybrids import HYBRIDS
 from tests.engine.conftest import TINY
 from vllm_oscar.errors import SidecarNotFoundError, UnsupportedError
 from vllm_oscar.integration import refusal
@@ -49,10 +50,10 @@ MODELS: list[tuple[dict[str, Any], str]] = [
         f"encoder_decoder attention{AUTO}",
     ),
     (named("MambaForCausalLM", "mamba"), f"models without attention (Mamba): there is no KV cache{AUTO}"),
-    (named("JambaForCausalLM", "jamba", num_experts=2), "hybrid models (Mamba or linear attention beside"),
     (
-        named("Qwen3NextForCausalLM", "qwen3_next"),
-        f"hybrid models (Mamba or linear attention beside attention) yet{FP8}",
+        named("JambaForCausalLM", "jamba", num_experts=2),
+        "hybrid models (Mamba or linear attention beside attention) other than Qwen3-Next, Qwen3.5, Granite 4, LFM2, "
+        f"Nemotron-H and Falcon-H1{AUTO}",
     ),
     (
         named("PaliGemmaForConditionalGeneration", "paligemma", text_config=TINY | {"model_type": "gemma"}),
@@ -157,6 +158,23 @@ def test_another_way_to_offload(written: Callable[..., Path], monkeypatch: pytes
     says = r"SimpleCPUOffloadConnector \(--kv-offloading-size\): .* are served; leave --kv-offloading-size out"
     with pytest.raises(UnsupportedError, match=says):
         configured(written(LLAMA), kv_offloading_size=1)
+
+
+def test_layers_of_a_hybrid_model_in_16_bits(written: Callable[..., Path]) -> None:
+    config = TINY | HYBRIDS["qwen3_next"](TINY["hidden_size"], 4)
+    with pytest.raises(SidecarNotFoundError):
+        configured(written(config))
+    with pytest.raises(UnsupportedError, match=r"attention layers in 16 bits .* beside state layers"):
+        configured(written(config), kv_cache_dtype_skip_layers=["1"])
+
+
+def test_hybrid_models_before_vllm_splits_blocks_as_specs_say(
+    written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_oscar.integration.refusal.shapes_pages", lambda: False)
+    config = TINY | HYBRIDS["lfm2"](TINY["hidden_size"], 4)
+    with pytest.raises(UnsupportedError, match=r"Lfm2ForCausalLM before vLLM 0\.29, .*; use vLLM 0\.29 or later"):
+        configured(written(config))
 
 
 def test_batch_invariance(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
