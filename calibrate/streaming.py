@@ -389,7 +389,7 @@ def collect(
         calls_kept: attention calls that `tune` is given, at most
     """
     calls, first = _record(model, ids[:1])
-    fixed = _fixed(model, calls, ids[:1])
+    fixed, without = _fixed(model, calls, ids[:1]), _without_rope(model, calls)
     shape, dtype = (first.shape[1], first.shape[2]), first.dtype
     if state.done < 0:
         states = state.hidden(0, shape, dtype)
@@ -415,7 +415,9 @@ def collect(
         source, target = state.hidden(number, shape, dtype), state.hidden(number + 1, shape, dtype)
         with model.resident(number) as layer:
             frequency = None
-            if fixed[number]:
+            if without:
+                frequency = torch.zeros(0, device=model.device)
+            elif fixed[number]:
                 frequency = _frequencies(model, layer, calls[number], source.read(0).to(model.device))
 
             def observe(attention: Attention) -> None:
@@ -503,6 +505,12 @@ def _fixed(model: Model, calls: Sequence[Call], ids: torch.Tensor) -> list[bool]
         )
         for own, other in zip(given, far, strict=True)
     ]
+
+
+def _without_rope(model: Model, calls: Sequence[Call]) -> bool:
+    """Whether no layer has RoPE (Granite 4, Nemotron-H): none is given angles, and nothing could make them."""
+    given = any(call.options.get("position_embeddings") is not None for call in calls)
+    return not given and not any(name.endswith("inv_freq") for name, _ in model.decoder.named_buffers())
 
 
 def _tensors(angles: Any) -> list[torch.Tensor]:

@@ -113,8 +113,8 @@ def test_int2_is_read_beside_states(make: Callable[..., Engine]) -> None:
 
 
 def test_drafts_are_verified_beside_states(make: Callable[..., Engine]) -> None:
-    """The reference verifies the same drafts: on vLLM's CPU platform states behind rejected ones are not what they would
-    be without, with any cache. And with prefix hits at a time it needs a Triton that runs on CPUs."""
+    """The reference verifies the same drafts: on vLLM's CPU platform states behind rejected ones are not those of a run
+    without drafts, with any cache. And with prefix hits at a time it needs a Triton that runs on CPUs."""
     prompt = text(0)[:PERIOD] * PERIODS
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 4}
     found: list[tuple[list[int], torch.Tensor]] = []
