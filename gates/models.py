@@ -74,10 +74,11 @@ def tried(name: str, config: Mapping[str, Any], folder: Path) -> Row:
     try:
         random_weights(folder)
         oscar = {"sidecar": str(random_sidecar(folder)), "sink": 16, "window": 256}
-        ours = log_probabilities(folder, kv_cache_dtype="oscar", additional_config={"oscar": oscar})
+        try:
+            ours = log_probabilities(folder, kv_cache_dtype="oscar", additional_config={"oscar": oscar})
+        except UnsupportedError as error:
+            return Row(name, "refused", str(error).removeprefix("--kv-cache-dtype oscar does not support "), True)
         exact = log_probabilities(folder, kv_cache_dtype="auto")
-    except UnsupportedError as error:
-        return Row(name, "refused", str(error).removeprefix("--kv-cache-dtype oscar does not support "), True)
     except Exception as error:  # the table goes on
         traceback.print_exc()
         return Row(name, "FAILS", f"{type(error).__name__}: {error}", False)

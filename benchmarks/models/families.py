@@ -35,7 +35,7 @@ FAMILIES: dict[str, Changes] = {
     "MiniMax-M2": {
         "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 4,
         "num_experts_per_tok": 4, "rotary_dim": 32, "use_qk_norm": True, "qk_norm_type": "per_layer",
-        "scoring_func": "sigmoid", "use_routing_bias": True,
+        "scoring_func": "softmax", "use_routing_bias": True,  # vLLM's CPU platform has no sigmoid for experts
     },
     "Phi-3, Phi-4": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "num_attention_heads": 2},
     "Command R7B, Command A (Cohere2)": _WINDOW | {
