@@ -80,6 +80,7 @@ SIGNATURES = {
     "vllm.platforms.interface.Platform.update_block_size_for_backend": "cls vllm_config",
     "vllm.platforms.interface.Platform._align_heterogeneous_kv_block_size": "cls vllm_config backend_cls",
     "vllm.v1.attention.backend.AttentionBackend.customize_spec": "cls spec",
+    "vllm.v1.worker.cpu_model_runner.CPUModelRunner._zero_block_ids": "self block_ids",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs": "self scheduler_output",
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner.add_requests": "self scheduler_output",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "self",

@@ -446,3 +446,47 @@ def test_a_tensor_parallel_rank_gets_the_calibration_of_its_heads(
     shared = SimpleNamespace(sidecar=sidecar)
     layer = runtime.OscarRuntime.calibration(shared, 0, max(1, 4 // ranks), torch.device("cpu"))  # type: ignore[arg-type]
     assert layer.key.mean[:, 0].tolist() == heads
+
+
+def test_rows_of_others_are_not_wiped_out_by_a_new_blocks_number() -> None:
+    """On CPUs: a page view has kernel blocks, and vLLM would write zeros into the one of a new block's number."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from vllm_oscar.integration.seams import keep_what_lives
+
+    keep_what_lives()
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.uint8)
+    group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
+    for dtype, kept in (("oscar", 4), ("auto", 3)):
+        pages = torch.ones(4, 1, 16, 40)  # of two blocks, in halves
+        runner: Any = SimpleNamespace(
+            vllm_config=SimpleNamespace(cache_config=SimpleNamespace(cache_dtype=dtype)),
+            kv_cache_config=SimpleNamespace(kv_cache_groups=[group]),
+            compilation_config=SimpleNamespace(static_forward_context={"layer": SimpleNamespace(kv_cache=pages)}),
+        )
+        CPUModelRunner._zero_block_ids(runner, [1])
+        assert pages.sum() == kept * 16 * 40
+
+
+def test_blocks_are_split_into_ours_only_where_states_share_them() -> None:
+    """By vLLM's own planning: the spec of a block as long as a state, and the kernel block that it is split into."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.utils import select_common_block_size
+
+    from vllm_oscar.integration.backend import OscarBackend
+    from vllm_oscar.integration.seams import shapes_pages
+
+    layout = PageLayout(128, 64)
+    plain, split = OscarBackend.of(layout), OscarBackend.of(layout, splits=True)
+    assert plain.full_cls_name() != split.full_cls_name()
+    spec = FullAttentionSpec(block_size=320, num_kv_heads=2, head_size=128, dtype=torch.uint8)
+    with pytest.raises(UnsupportedError, match="changed the block size from 64 to 320"):
+        plain.customize_spec(spec)
+    if shapes_pages():
+        ours = split.customize_spec(spec)
+        assert (ours.block_size, ours.page_size_bytes) == (320, 320 * 2 * 72)
+        assert select_common_block_size(320, [split]) == 64
+    assert select_common_block_size(64, [plain]) == 64
+    with pytest.raises(UnsupportedError, match="changed the block size from 64 to 330"):
+        split.customize_spec(replace(spec, block_size=330))
