@@ -106,7 +106,7 @@ class Model:
                 for part in (config, text_config):
                     part.__dict__.pop("quantization_config", None)
             with torch.device("meta"), explained(name, "model"):
-                auto = _auto_class(config)
+                auto = auto_class(config)
                 skeleton = auto.from_config(config, trust_remote_code=trust_remote_code)
             _layers(skeleton.get_decoder())
             # what the decoder is inside of may want to know where it is
@@ -152,7 +152,7 @@ class Model:
                 layer.to("meta")
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     """transformers' class that makes models of this configuration; some are known as models of images and text only."""
     import transformers
 

@@ -17,6 +17,10 @@ SMALL: Changes = {
     "rope_theta": 10000.0, "initializer_range": 0.1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "hidden_act": "silu", "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
+_VISION: Changes = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 128}
+_TOKENS: Changes = {"image_token_id": 500, "video_token_id": 501, "vision_start_token_id": 502,
+                    "vision_end_token_id": 503}  # fmt: skip
+_MROPE: Changes = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
 # by the name that people know
 FAMILIES: dict[str, Changes] = {
     "Llama-3": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_parameters": _LLAMA3},
@@ -43,5 +47,17 @@ FAMILIES: dict[str, Changes] = {
         "num_attention_heads": 2, "tie_word_embeddings": True,
     },
     "SmolLM3": {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "no_rope_layers": [1, 0]},
+    "Qwen2.5-VL, text": _TOKENS | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl",
+        "vision_config": _VISION | {"patch_size": 14, "fullatt_block_indexes": [0]},
+        "text_config": SMALL | {
+            "model_type": "qwen2_5_vl_text", "num_attention_heads": 2, "rope_parameters": _MROPE,
+        },
+    },
+    "Qwen3-VL, text": _TOKENS | {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
+        "vision_config": _VISION | {"patch_size": 16, "num_position_embeddings": 16, "deepstack_visual_indexes": []},
+        "text_config": SMALL | {"model_type": "qwen3_vl_text", "rope_parameters": _MROPE | {"mrope_interleaved": True}},
+    },
     "EXAONE-4": _WINDOW | {"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4"},
 }  # fmt: skip

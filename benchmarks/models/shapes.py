@@ -102,11 +102,14 @@ def model_folder(shape: str, root: Path, **changes: object) -> Path:
 
 def random_weights(folder: Path, device: str = "cpu") -> None:
     """A checkpoint for the config.json in a folder of `model_folder`: weights on disk, where dummy ones will not do."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from vllm_oscar.calibrate.streaming import auto_class
 
     torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+        model = auto_class(config).from_config(config, dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if name.endswith("sinks"):  # that they matter
             torch.nn.init.normal_(parameter, 3.0, 2.0)
