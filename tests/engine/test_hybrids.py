@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.models.hybrids import HYBRIDS
 from benchmarks.models.shapes import random_sidecar
-from tests.engine.conftest import TINY, divergence
+from tests.engine.conftest import divergence
 from vllm_oscar.integration.seams import shapes_pages
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(not shapes_pages(), reason="hybrids are served from vLLM 0.29")]
 PROMPT, TOKENS, CHUNK = 200, 260, 130
 SINK, WINDOW = 16, 32
+HIDDEN, HEADS = 128, 2  # of tiny_model: its hidden size, and KV heads
 EXACT = 5e-4  # rounding rows to BF16 in another basis; measured up to 5e-5
 INT2 = 0.3  # measured: 0.04, and 0.1 behind a prefix hit
 BLOCKS = 6  # of 224 or 240 tokens: enough for one request of TOKENS, and not for two
@@ -58,7 +59,7 @@ def make(tiny_model: Callable[..., Path], any_engine: Callable[..., Engine]) -> 
     """Engine of a family's model, with a cache in 16 bits where no contract is given."""
 
     def engine(family: str, contract: dict[str, int] | None = None, **options: Any) -> Engine:
-        folder = tiny_model({"num_hidden_layers": 2} | HYBRIDS[family](TINY["hidden_size"], 2))
+        folder = tiny_model({"num_hidden_layers": 2} | HYBRIDS[family](HIDDEN, 2))
         common = {"skip_tokenizer_init": True, "max_model_len": 320, "num_gpu_blocks_override": 60} | options
         if contract is None:
             return any_engine(folder, None, kv_cache_dtype="auto", **common | {"block_size": None})
@@ -107,7 +108,7 @@ def test_int2_is_read_beside_states(make: Callable[..., Engine]) -> None:
     for name, found in (("one", 0), ("again", 240)):
         assert engine.run({name: tokens}, 1)[name].num_cached_tokens == found
         reads += sum(SINK <= j < before + 1 - WINDOW for before, _ in engine.chunks[name] for j in range(before))
-        assert engine.runtime.statistics()["int2_reads"] == TINY["num_key_value_heads"] * reads > 0
+        assert engine.runtime.statistics()["int2_reads"] == HEADS * reads > 0
         kl = divergence(exact[found:], engine.log_probabilities(name, found, TOKENS))
         print(f"INT2, {found} found: mean {float(kl.mean()):.2g}, worst {float(kl.max()):.2g}")
         assert EXACT / 10 < kl.mean() < INT2

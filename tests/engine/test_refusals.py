@@ -161,7 +161,7 @@ def test_another_way_to_offload(written: Callable[..., Path], monkeypatch: pytes
 
 
 def test_layers_of_a_hybrid_model_in_16_bits(written: Callable[..., Path]) -> None:
-    config = TINY | HYBRIDS["qwen3_next"](TINY["hidden_size"], 4)
+    config = TINY | HYBRIDS["qwen3_next"](128, 4)
     with pytest.raises(SidecarNotFoundError):
         configured(written(config))
     with pytest.raises(UnsupportedError, match=r"attention layers in 16 bits .* beside state layers"):
@@ -172,7 +172,7 @@ def test_hybrid_models_before_vllm_splits_blocks_as_specs_say(
     written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_oscar.integration.refusal.shapes_pages", lambda: False)
-    config = TINY | HYBRIDS["lfm2"](TINY["hidden_size"], 4)
+    config = TINY | HYBRIDS["lfm2"](128, 4)
     with pytest.raises(UnsupportedError, match=r"Lfm2ForCausalLM before vLLM 0\.29, .*; use vLLM 0\.29 or later"):
         configured(written(config))
 

@@ -213,19 +213,20 @@ def test_layers_with_other_pages_have_another_backend() -> None:
     assert OscarBackend.of(PageLayout(64, 32)) is OscarBackend.of(PageLayout(64, 32))
 
 
-def test_pages_of_several_sizes_are_refused_where_only_some_layers_slide() -> None:
+def test_pages_of_several_sizes_are_refused_where_only_some_layers_attend_to_all_tokens() -> None:
     from vllm_oscar.integration.refusal import refuse_pages_of_several_sizes
 
-    def config(*types: str) -> Any:
+    def config(*types: str, is_hybrid: bool = False) -> Any:
         text = SimpleNamespace(layer_types=list(types) or None)
-        return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
+        return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text, is_hybrid=is_hybrid))
 
     mixed = config("sliding_attention", "full_attention")
     refuse_pages_of_several_sizes(mixed, {40})
     for alike in (config(), config("full_attention"), config("sliding_attention", "sliding_attention")):
         refuse_pages_of_several_sizes(alike, {40, 48})
-    with pytest.raises(UnsupportedError, match=r"only some layers have a sliding window.*--bits k3v2"):
-        refuse_pages_of_several_sizes(mixed, {40, 48})
+    for unlike in (mixed, config(is_hybrid=True)):
+        with pytest.raises(UnsupportedError, match=r"only some layers attend to all tokens.*--bits k3v2"):
+            refuse_pages_of_several_sizes(unlike, {40, 48})
 
 
 def test_a_block_size_that_vllm_changed_later_is_refused() -> None:

@@ -314,7 +314,7 @@ def keep_what_lives() -> None:
             original(self, block_ids)
 
     setattr(zero_block_ids, DTYPE, True)
-    CPUModelRunner._zero_block_ids = zero_block_ids  # type: ignore[method-assign]
+    CPUModelRunner._zero_block_ids = zero_block_ids
 
 
 def page_spec(spec: Any, block_size: int, token_bytes: int) -> Any:
