@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_oscar.evaluation.sizing import ATTENTION, layer_types
 from vllm_oscar.rotation import grouped_hadamard
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, TensorCalibration
 from vllm_oscar.turning import TurningMean
@@ -169,7 +170,8 @@ def liven(model: torch.nn.Module) -> None:
 def random_sidecar(
     folder: Path, turning: int = 0, group_size: int = 0, bits: Sequence[tuple[int, int]] = ((2, 2),)
 ) -> Path:
-    """An `aware` sidecar with random transforms (condition below 10) and metrics; as fast as a calibrated one.
+    """An `aware` sidecar with random transforms (condition below 10) and metrics for the layers that attend; as fast as
+    a calibrated one.
 
     Args:
         turning: pairs of channels in which the keys' mean turns with the position, in every other layer
@@ -178,7 +180,9 @@ def random_sidecar(
     """
     from transformers import AutoConfig
 
-    fingerprint = ModelFingerprint.of(AutoConfig.from_pretrained(folder))
+    config = AutoConfig.from_pretrained(folder)
+    fingerprint, kinds = ModelFingerprint.of(config), layer_types(config.get_text_config())
+    absent = tuple(index for index, kind in enumerate(kinds) if kind not in ATTENTION)
     heads, size = fingerprint.num_kv_heads, fingerprint.head_size
     group_size = group_size or size
     generator = torch.Generator().manual_seed(0)
@@ -205,11 +209,11 @@ def random_sidecar(
         vectors = 3 * random(heads, turning, 2, size) / turning**0.5
         moving = replace(key, turning=TurningMean(torch.logspace(0, -3, turning), vectors.float()))
     layers = {}
-    for i in range(fingerprint.num_layers):
+    for i in set(range(fingerprint.num_layers)) - set(absent):
         of_key, of_value = bits[i % len(bits)]
         layers[i] = LayerCalibration(replace((key, moving)[i % 2], bits=of_key), replace(value, bits=of_value))
     path = folder / "oscar" / "random.safetensors"
-    Sidecar(layers, fingerprint, "aware", group_size, 64, 256).save(path)
+    Sidecar(layers, fingerprint, "aware", group_size, 64, 256, absent=absent).save(path)
     return path
 
 

@@ -11,10 +11,11 @@ import transformers
 
 from vllm_oscar.config import OscarConfig
 from vllm_oscar.evaluation import sizing
+from vllm_oscar.evaluation.doctor import LENGTHS
 from vllm_oscar.evaluation.sizing import GB, Cache, Model, capacity, weight_bytes
 from vllm_oscar.sidecar import ModelFingerprint, Sidecar
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sizing.md").read_text()
+PAGE, LIMITS = ((Path(__file__).parents[2] / "docs" / page).read_text() for page in ("sizing.md", "limits.md"))
 QWEN3_4B = {
     "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 2560,
     "max_position_embeddings": 40960,
@@ -163,3 +164,17 @@ def test_weights_of_a_hub_id_are_counted_without_fetching_them(tmp_path: Path, m
     cached = tensors(tmp_path / "model.safetensors", 77)
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *given, **more: str(cached))
     assert weight_bytes("org/name", "v2") == weight_bytes("org/name") == 77
+
+
+def test_what_the_blocks_of_qwen3_next_cost_is_as_the_pages_say() -> None:
+    """Qwen3-Next-80B-A3B's shape, 12 layers with attention and 36 with states; vLLM says 544 tokens for 16 bits."""
+    config = transformers.AutoConfig.for_model(
+        "qwen3_next", num_hidden_layers=48, num_attention_heads=16, num_key_value_heads=2, head_dim=256,
+        linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    )  # fmt: skip
+    model = Model.of(config, 0)
+    assert model.bf16.block == 544
+    gains = [model.bf16.of_request(length) / model.int2.of_request(length) for length in LENGTHS]
+    said = ", ".join(f"{gain:.2f}" for gain in gains)
+    assert f"{model.int2.block:,} tokens (16 bits: 544)" in LIMITS and said in LIMITS, (model.int2.block, said)
