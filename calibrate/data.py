@@ -177,7 +177,7 @@ def sequences(corpus: Corpus, tokenizer: Any, count: int, length: int, seed: int
 
 def with_returns(data: Sequences, tokenizer: Any) -> Sequences:
     """The second half of each sequence says again what the first half says: passages of PASSAGE tokens, in another
-    order. In every other sequence some of them are numbers, UUIDs and names that mean nothing.
+    order. A quarter of them are numbers, UUIDs and names that mean nothing.
 
     Long contexts are read by finding passages far behind the window, for which plain text of these lengths has little
     use: keys calibrated on it keep what the average query looks at, and lose what a match is found by.
@@ -186,10 +186,10 @@ def with_returns(data: Sequences, tokenizer: Any) -> Sequences:
     half = ids.shape[1] // 2 // PASSAGE * PASSAGE
     for number, row in enumerate(ids):
         draw = random.Random(number)
-        strange = half // 4 // PASSAGE * PASSAGE * (number % 2)
-        if strange:
-            text = "\n".join(_string(draw) for _ in range(strange))
-            row[half - strange : half] = torch.tensor(tokenizer(text, add_special_tokens=False).input_ids[:strange])
+        strange = half // 4 // PASSAGE * PASSAGE
+        text = "\n".join(_string(draw) for _ in range(strange))
+        strings = tokenizer(text, add_special_tokens=False).input_ids[:strange]
+        row[half - strange : half] = torch.tensor(strings, dtype=torch.int64)
         passages = row[:half].view(-1, PASSAGE)
         row[half : 2 * half] = passages[draw.sample(range(len(passages)), len(passages))].flatten()
     return Sequences.of(ids, data.name)
