@@ -1,6 +1,7 @@
 """Prefill attention over stored history against the reference: the cases, and how to run one."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -9,6 +10,7 @@ from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract
 from vllm_oscar.kernels.history import RestoreTables, plan
 from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
+from vllm_oscar.kernels.prefill import attention as attention_kernel
 from vllm_oscar.kernels.reads import ReadCounter
 from vllm_oscar.page_layout import KEY_BITS, VALUE_BITS, PageLayout
 
@@ -78,10 +80,15 @@ def check(case: Case, device: torch.device) -> str:
     counts = torch.zeros(3, dtype=torch.int64, device=device)
     scale = size**-0.5
     sinks = (3 + 2 * torch.randn(heads, generator=generator, device=device)).to(case.dtype) if case.sinks else None
+
+    def run(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
+        assert not keys.isnan().any() and not values.isnan().any(), "rows that nobody filled are handed out"
+        attention_kernel(query, keys, values, *rest)
+
     prefill(
         query, key, value, cache.pages, layout, cache.pool, cache.table, cache.block_table,
         RestoreTables.of(cache.key, cache.value, case.dtype), calls, workspace, out, scale, case.soft_cap,
-        case.sliding_window, reads=ReadCounter(counts, case.layers) if case.layers else None, sink_logits=sinks,
+        case.sliding_window, run, reads=ReadCounter(counts, case.layers) if case.layers else None, sink_logits=sinks,
     )  # fmt: skip
 
     views = layout.views(cache.pages)

@@ -38,6 +38,7 @@ class Call:
 
     Attributes:
         first_query, last_query: the step's tokens [first, last) that are asked
+        keys: rows of the workspace that are filled; behind them there may be anything, also NaN
         max_query, max_key: longest of a request in this call
         aligned: whether each request's keys end with its last query, as causal attention of other libraries assumes;
             if not, the keys are older than all queries
@@ -50,6 +51,7 @@ class Call:
 
     first_query: int
     last_query: int
+    keys: int
     max_query: int
     max_key: int
     aligned: bool
@@ -127,6 +129,7 @@ def _on_device(calls: Sequence[Sequence[_Piece]], device: torch.device) -> list[
         Call(
             first_query=pieces[0].query_start,
             last_query=pieces[-1].query_start + pieces[-1].query,
+            keys=sum(p.high - p.low for p in pieces),
             max_query=max(p.query for p in pieces),
             max_key=max(p.high - p.low for p in pieces),
             aligned=pieces[0].high > pieces[0].before,
