@@ -13,8 +13,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add what lies outside."""
     for source, target in PAGES.items():
         files.append(File.generated(config, target, content=(ROOT / source).read_text(encoding="utf-8")))
-    for data in sorted((ROOT / "benchmarks").glob("*.csv")):
-        files.append(File.generated(config, f"benchmarks/{data.name}", abs_src_path=str(data)))
+    for data in sorted((ROOT / "benchmarks").rglob("*.csv")):
+        files.append(File.generated(config, data.relative_to(ROOT).as_posix(), abs_src_path=str(data)))
     return files
 
 

@@ -26,7 +26,7 @@ TOOLS = {
 INSTALL = {
     "vllm": "'vllm-oscar[vllm]'",
     "transformers": "'vllm-oscar[calibrate]'",
-    "matplotlib": "matplotlib",
+    "matplotlib": "'vllm-oscar[plot]'",
     "openai": "openai",
 }
 
