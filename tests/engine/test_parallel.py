@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -24,15 +23,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def answers(folder: Path, sidecar: Path, **options: int) -> Any:
-    """Token ids, log probability and tokens found in the prefix cache of each answer, from a process of its own."""
-    script = Path(__file__).with_name("parallel.py")
-    command = [sys.executable, str(script), str(folder), str(sidecar), json.dumps(options)]
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    lines = [line.removeprefix("answers ") for line in done.stdout.splitlines() if line.startswith("answers ")]
-    assert len(lines) == 1, done.stderr[-3000:]
-    return json.loads(lines[0])
+RANKS = ({"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {})
 
 
 def test_ranks_answer_as_one(tiny_model: Callable[..., Path]) -> None:
@@ -42,11 +33,15 @@ def test_ranks_answer_as_one(tiny_model: Callable[..., Path]) -> None:
     In float32 the same texts; their log probability (about -58) differs by the order of sums over heads: 1e-4 measured.
     """
     folder = tiny_model(CONFIG)
-    sidecar = random_sidecar(folder)
-    one = answers(folder, sidecar)
+    script = Path(__file__).with_name("parallel.py")
+    command = [sys.executable, str(script), str(folder), str(random_sidecar(folder)), *map(json.dumps, RANKS)]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = [line.removeprefix("answers ") for line in done.stdout.splitlines() if line.startswith("answers ")]
+    assert len(lines) == len(RANKS), done.stderr[-3000:]
+    *of_ranks, one = map(json.loads, lines)
     assert [found for _, _, found in one] == [0, 0, 144]  # nine blocks of sixteen
-    for ranks in ({"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}):
-        many = answers(folder, sidecar, **ranks)
+    for ranks, many in zip(RANKS, of_ranks, strict=False):
         assert [[tokens, found] for tokens, _, found in many] == [[tokens, found] for tokens, _, found in one], ranks
         assert [likely for _, likely, _ in many] == pytest.approx([likely for _, likely, _ in one], abs=0.01), ranks
 

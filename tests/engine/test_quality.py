@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import SEQUENCES
 from vllm_oscar import cli
 from vllm_oscar.evaluation.codecs import min_max
 from vllm_oscar.evaluation.engine import CHUNK, Engine, forced_through_cache
@@ -26,7 +25,7 @@ from vllm_oscar.sidecar import ModelFingerprint, Sidecar
 
 pytestmark = pytest.mark.engine
 
-WINDOWS, CONTEXT = 2, 2048
+WINDOWS, CONTEXT = 1, 2048
 SINK, WINDOW = 64, 256
 
 
@@ -42,7 +41,7 @@ def quality(model_path: Path, sidecar_path: Path, tmp_path_factory: pytest.TempP
     reference = tmp_path_factory.mktemp("quality") / "reference.safetensors"
     oscar(
         "calibrate", model_path, "--method", "reference", "--per", "layer",
-        "--sequences", SEQUENCES, "--out", reference,
+        "--sequences", 1, "--out", reference,
     )  # fmt: skip
     printed = oscar(
         "eval", model_path, "--sidecar", sidecar_path, "--windows", WINDOWS, "--context", CONTEXT,
