@@ -47,12 +47,10 @@ lint: $(ENV)
 docs: $(ENV)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
 
-# in two processes: most tests start an engine, which is mostly one thread. In an order that keeps both at work: the
-# first file makes the sidecar that other engines wait for, the kernels' need none, and small ones come last. Then the
+# in two processes: most tests start an engine, which is mostly one thread; in the order of tests/conftest.py; then the
 # contract with the runner that vLLM has on GPUs, in Triton's interpreter
-TESTS := tests/engine/test_scheduling.py tests/kernels tests/engine tests/serve tests/attacks tests/unit
 test: lint
-	$(PYTHON) -m pytest $(TESTS) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON) -m pytest -m both_runners --numprocesses 2 --dist loadfile
 
 # the sources of every supported vLLM, from wheels that pip fetches one after the other: about a minute, 1.2 GB
