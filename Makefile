@@ -47,8 +47,8 @@ lint: $(ENV)
 docs: $(ENV)
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet
 
-# in two processes: most tests start an engine, which is mostly one thread; in the order of tests/conftest.py; then the
-# contract with the runner that vLLM has on GPUs, in Triton's interpreter
+# in two processes: most tests start an engine, which is mostly one thread; in the order of tests/conftest.py; then what
+# model runners differ in with the one that vLLM has on GPUs, in Triton's interpreter
 test: lint
 	$(PYTHON) -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTHON) -m pytest -m both_runners --numprocesses 2 --dist loadfile

@@ -9,9 +9,14 @@ The folder appears only when it is complete.
 
 import argparse
 import importlib.metadata
+import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
+
+if not sys.stderr.isatty():
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of transformers'; read when tqdm is imported
 
 import gguf
 import torch

@@ -13,6 +13,9 @@ from typing import Any
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the sizes that are given here
 
+if not sys.stderr.isatty():
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of vLLM's; read when tqdm is imported
+
 import torch
 from transformers import AutoTokenizer
 

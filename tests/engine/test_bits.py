@@ -19,7 +19,7 @@ from vllm_oscar.sidecar import LayerCalibration, Sidecar
 if TYPE_CHECKING:
     from tests.engine.conftest import Engine
 
-pytestmark = [pytest.mark.engine, pytest.mark.both_runners]
+pytestmark = pytest.mark.engine
 LAYERS, HEADS, BLOCK = 30, 3, 16
 BITS = [((2, 2), (3, 2), (4, 4))[layer % 3] for layer in range(LAYERS)]
 TOKEN_BYTES = {(2, 2): 40, (3, 2): 48, (4, 4): 72}  # of a head of 64, as SmolLM2 has them
@@ -48,6 +48,7 @@ def engine(make_engine: Callable[..., Engine], mixed_sidecar: Path) -> Engine:
     return make_engine(options, num_gpu_blocks_override=None)
 
 
+@pytest.mark.both_runners
 def test_each_layer_has_its_own_pages(engine: Engine) -> None:
     """As many blocks as fit what the pool leaves, each as large as its layers' bits ask for."""
     pages = [HEADS * BLOCK * TOKEN_BYTES[bits] for bits in BITS]
@@ -59,6 +60,7 @@ def test_each_layer_has_its_own_pages(engine: Engine) -> None:
     assert engine.runtime.sidecar.bits_in_words == "3.333 bits (2.5 to 4.5)"
 
 
+@pytest.mark.both_runners
 def test_each_layer_reads_what_the_contract_says(engine: Engine, mixed_sidecar: Path, prose: list[int]) -> None:
     sidecar = load_file(mixed_sidecar)
     modules = list(engine.runner.compilation_config.static_forward_context.values())

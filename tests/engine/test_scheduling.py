@@ -85,6 +85,7 @@ def free_blocks(engine: Engine) -> int:
     return engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
+@pytest.mark.both_runners
 def test_prefix_hit_miss_and_no_cache_give_the_same_text(
     cached: Engine, undisturbed: Callable[..., torch.Tensor], prose: list[int]
 ) -> None:
@@ -101,6 +102,7 @@ def test_prefix_hit_miss_and_no_cache_give_the_same_text(
             assert torch.equal(alone, got), "a miss is the same computation as no cache"
 
 
+@pytest.mark.both_runners
 def test_prefix_hit_far_beyond_the_window(
     cached: Engine, undisturbed: Callable[..., torch.Tensor], prose: list[int]
 ) -> None:
@@ -122,6 +124,7 @@ def test_prefix_hit_far_beyond_the_window(
     assert float(wrong.mean()) > 10 * NOISE  # measured: 6.4
 
 
+@pytest.mark.both_runners
 def test_preemption_within_the_window_gives_the_same_text(
     make_engine: Callable[..., Engine], undisturbed: Callable[..., torch.Tensor], prose: list[int]
 ) -> None:
@@ -154,6 +157,7 @@ def test_preemption_of_requests_far_longer_than_the_window(
         assert_close(undisturbed(prompt, answer), got, NOISE)
 
 
+@pytest.mark.both_runners
 @pytest.mark.parametrize("when", ["prefill", "decode"])
 def test_abort_of_a_request_that_shares_its_prefix(
     cached: Engine, undisturbed: Callable[..., torch.Tensor], prose: list[int], when: str
@@ -299,6 +303,7 @@ def test_speculation(
     assert 5 < accepted <= drafted - 5
 
 
+@pytest.mark.both_runners
 def test_pages_and_pool_full_of_ones(plain: Engine, prose: list[int]) -> None:
     """Every byte 0xFF (NaN in fp16 and BF16) before serving: not one bit of a logit changes."""
     prompt, length = prose[300:450], 4
