@@ -31,7 +31,7 @@ def oscar(make_engine: Callable[..., Engine]) -> Engine:
 
 
 def test_structured_output(oscar: Engine) -> None:
-    """With model runner V1: V2's kernel for grammars' masks, which sees logits only, does not run in Triton's interpreter
+    """With model runner V1: V2's kernel for grammars' masks, which sees only logits, fails in Triton's interpreter
     ("mask has unsupported dtype"), whatever the cache."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
