@@ -23,7 +23,11 @@ CONFIG = {
 }  # fmt: skip
 
 
-RANKS = ({"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, {})
+RANKS: tuple[dict[str, int], ...] = (
+    {"tensor_parallel_size": 4},
+    {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    {},
+)
 
 
 def test_ranks_answer_as_one(tiny_model: Callable[..., Path]) -> None:
