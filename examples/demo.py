@@ -7,14 +7,13 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read when vLLM is imported, and the next one when torch is
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over the sizes that are given here
-
-if not sys.stderr.isatty():
-    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of vLLM's; read when tqdm is imported
 
 import torch
 from transformers import AutoTokenizer
@@ -121,6 +120,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder with a sidecar in it (make demo makes both)")
     parser.add_argument("--windows", type=int, default=2, help="of held-out text (default: 2)")
     options = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)  # vLLM's use of torch
 
     served = {}
     for number, dtype in enumerate(("auto", "oscar"), 1):

@@ -110,7 +110,7 @@ def started(model: str, **options: Any) -> Iterator["LLM"]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else the model is in another process
     from vllm import LLM
 
-    llm = LLM(model, **options)
+    llm = LLM(model, use_tqdm_on_load=sys.stderr.isatty(), **options)
     try:
         yield llm
     finally:
