@@ -56,7 +56,7 @@ def check_positions() -> None:
     CudaMetadataBuilder.build = build  # type: ignore[method-assign]
 
 
-def engine(root: Path, **options: Any) -> Any:
+def engine(root: Path, key_encoder: str = "metric", **options: Any) -> Any:
     OscarBackend.get_impl_cls = staticmethod(lambda: CudaImpl)  # type: ignore[method-assign]
     OscarBackend.get_builder_cls = staticmethod(lambda: CudaMetadataBuilder)  # type: ignore[method-assign]
     folder = model_folder("tiny", root, head_dim=64)
@@ -72,7 +72,7 @@ def engine(root: Path, **options: Any) -> Any:
         max_num_batched_tokens=48,
         block_size=16,
         num_gpu_blocks_override=64,
-        additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 40}},
+        additional_config={"oscar": {"sidecar": str(sidecar), "sink": 16, "window": 40, "key_encoder": key_encoder}},
         **options,
     )
 
@@ -95,7 +95,7 @@ def drafts(root: Path) -> None:
 
     CudaMetadataBuilder.build = described  # type: ignore[method-assign]
     speculative = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    llm = engine(root, speculative_config=speculative)
+    llm = engine(root, "ls", speculative_config=speculative)  # which is quick here
     llm.apply_model(liven)
     observer.begin(llm)
     # the first says over and over what the model answers, the second what it does not, the others nothing twice
@@ -114,7 +114,7 @@ def main(root: Path) -> None:
     llm.apply_model(liven)
     observer.begin(llm)
     # within eleven steps a batch of 32 is due in each layer, whose last two or three tokens decoding wrote
-    for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 80), 2), ([*prompts(2, 14, 5), *prompts(1, 60, 9)], 2)):
+    for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 64), 2), ([*prompts(2, 14, 5), *prompts(1, 50, 9)], 2)):
         first = len(observer.seen.errors)
         answers(llm, batch, tokens)
         seen = observer.seen.errors[first:]
