@@ -114,7 +114,7 @@ def main(root: Path) -> None:
     llm.apply_model(liven)
     observer.begin(llm)
     # within eleven steps a batch of 32 is due in each layer, whose last two or three tokens decoding wrote
-    for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 64), 2), ([*prompts(2, 14, 5), *prompts(1, 50, 9)], 2)):
+    for batch, tokens in ((prompts(1, 30), 12), (prompts(1, 80), 2), ([*prompts(2, 14, 5), *prompts(1, 60, 9)], 2)):
         first = len(observer.seen.errors)
         answers(llm, batch, tokens)
         seen = observer.seen.errors[first:]

@@ -38,7 +38,7 @@ def test_every_layer_output_of_the_gpu_path_agrees_with_the_reference(tmp_path: 
     batches = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("batch")]
     assert done.returncode == 0 and len(batches) == 3, done.stderr[-3000:]
     layers = 2
-    # (prefill steps + decode steps) x layers: one of 1 + 11; 64 tokens in two chunks; mixed
+    # (prefill steps + decode steps) x layers: one of 1 + 11; 80 tokens in two chunks; mixed
     assert int(batches[0][0]) == (1 + 11) * layers
     assert int(batches[1][0]) == (2 + 1) * layers
     assert all(float(worst) < 1 for _, worst in batches), batches
