@@ -273,8 +273,8 @@ def main() -> int:
     if args.engine:  # in a process of its own
         name, out = args.engine
         alone = name == ALONE
-        found = run(Engine() if alone else ENGINES[name], alone, args.model, args.sidecar)
-        Path(out).write_text(json.dumps(found))
+        answered = run(Engine() if alone else ENGINES[name], alone, args.model, args.sidecar)
+        Path(out).write_text(json.dumps(answered))
         return 0
     FOLDER.mkdir(exist_ok=True)
     model, sidecar = (args.model, args.sidecar) if args.model else default_model()
