@@ -15,7 +15,7 @@ case $cpu_vllm in
 esac
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3.11}" -m venv "$venv"
-# uv takes a tenth of pip's time; it does not read pip's configuration, so what a machine needs of it is handed on
+# uv takes a fifth of pip's time; it does not read pip's configuration, so what a machine needs of it is handed on
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==0.13.9"
 configured() { "$venv/bin/python" -m pip config get "global.$1" 2>/dev/null || true; }
 export UV_FIND_LINKS=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$(configured find-links)}}
