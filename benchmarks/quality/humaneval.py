@@ -110,12 +110,13 @@ def behind_others(tokenizer: Any, given: Sequence[Problem], number: int, context
         solved = tokens(f"{problem.prompt.strip()}\n{problem.canonical_solution.rstrip()}\n\n\n")
         if len(ids) + len(solved) <= context:
             ids += solved
-    return ids + tokens(given[number].prompt.strip())  # the line's end belongs to the answer's first token
+    # with the line's end, which many tokenizers join to the quotes before it: it would be a token never seen in between
+    return ids + tokens(f"{given[number].prompt.strip()}\n")
 
 
 def passes(problem: Problem, answer: str) -> bool:
     """Whether what follows a prompt is right, found out in a process of its own."""
-    program = f"{problem.prompt.strip()}{answer}\n\n{problem.test}\n\ncheck({problem.entry_point})\n"
+    program = f"{problem.prompt.strip()}\n{answer}\n\n{problem.test}\n\ncheck({problem.entry_point})\n"
     word = random.SystemRandom().randbytes(8).hex()  # an answer that ends the process does not know it
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "answer.py"

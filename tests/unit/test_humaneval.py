@@ -44,7 +44,7 @@ def test_problems_are_read_from_the_wheel_or_its_data(form: str, tmp_path: Path)
 
 def test_a_problem_stands_behind_others_with_their_solutions() -> None:
     prompt = "".join(map(chr, behind_others(letters, GIVEN, 4, context=200)))
-    assert prompt.endswith("\n\n\ndef double_4(x):")
+    assert prompt.endswith("\n\n\ndef double_4(x):\n")
     before, _, _ = prompt.rpartition("def double_4")
     assert (
         before.count("return 2 * x") == before.count("def ") == 200 // len("def double_0(x):\n    return 2 * x\n\n\n")
@@ -74,7 +74,7 @@ def test_answers_run_in_processes_with_limits(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(humaneval, "_RUN", humaneval._RUN.replace(f'"CPU", {humaneval.SECONDS}', '"CPU", 1'))
-    assert passes(DOUBLE, f"\n{answer}") == right
+    assert passes(DOUBLE, answer) == right
     assert list(tmp_path.iterdir()) == []  # they have a folder of their own
 
 
