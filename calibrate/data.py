@@ -176,15 +176,15 @@ def sequences(corpus: Corpus, tokenizer: Any, count: int, length: int, seed: int
 
 
 def with_returns(data: Sequences, tokenizer: Any) -> Sequences:
-    """The second half of each sequence says again what the first half says: passages of PASSAGE tokens, in another
-    order. A quarter of them are numbers, UUIDs and names that mean nothing.
+    """The second half of every other sequence says again what the first half says: passages of PASSAGE tokens, in
+    another order. A quarter of them are numbers, UUIDs and names that mean nothing.
 
     Long contexts are read by finding passages far behind the window, for which plain text of these lengths has little
     use: keys calibrated on it keep what the average query looks at, and lose what a match is found by.
     """
     ids = data.ids.clone()
     half = ids.shape[1] // 2 // PASSAGE * PASSAGE
-    for number, row in enumerate(ids):
+    for number, row in enumerate(ids[1::2]):
         draw = random.Random(number)
         strange = half // 4 // PASSAGE * PASSAGE
         text = "\n".join(_string(draw) for _ in range(strange))

@@ -86,8 +86,8 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"kv_sharing_fast_prefill": True}, "leave --kv-sharing-fast-prefill out"),
     (
         {"kv_transfer_config": CONNECTOR | {"kv_connector": "LMCacheConnectorV1"}},
-        "the KV connector LMCacheConnectorV1 (--kv-transfer-config): ExampleConnector and OffloadingConnector are "
-        "served; leave --kv-transfer-config out",
+        "the KV connector LMCacheConnectorV1 (--kv-transfer-config): ExampleConnector is served; leave "
+        "--kv-transfer-config out",
     ),
     (
         {"tensor_parallel_size": 2, "kv_transfer_config": CONNECTOR},
@@ -96,6 +96,10 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"kv_transfer_config": offloading(spec_name="TieringOffloadingSpec")}, "; leave spec_name out"),
     ({"kv_transfer_config": offloading(offload_prompt_only=False)}, "; leave offload_prompt_only out"),
     ({"kv_transfer_config": offloading(canonical_layout=True)}, "; leave canonical_layout out"),
+    (
+        {"kv_offloading_size": 1},
+        "leave --kv-offloading-size out, or try it with VLLM_OSCAR_UNVERIFIED=1 in the environment",
+    ),
 ]
 
 
@@ -155,7 +159,7 @@ def test_options(written: Callable[..., Path], options: dict[str, Any], says: st
 def test_another_way_to_offload(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is the flag that was given, not the one that vLLM makes of it."""
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
-    says = r"SimpleCPUOffloadConnector \(--kv-offloading-size\): .* are served; leave --kv-offloading-size out"
+    says = r"SimpleCPUOffloadConnector \(--kv-offloading-size\): .* is served; leave --kv-offloading-size out"
     with pytest.raises(UnsupportedError, match=says):
         configured(written(LLAMA), kv_offloading_size=1)
 

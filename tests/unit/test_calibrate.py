@@ -755,17 +755,18 @@ def test_progress_is_two_lines_where_nobody_watches(caplog: pytest.LogCaptureFix
     assert end.startswith("90 layer passes in ")
 
 
-def test_a_sequence_says_its_first_half_again() -> None:
+def test_every_other_sequence_says_its_first_half_again() -> None:
     text = torch.arange(1000, 1000 + 4 * 600).view(4, 600)
     data = with_returns(Sequences.of(text, "text"), Letters())
     assert data.digest != Sequences.of(text, "text").digest
-    for row, plain in zip(data.ids, text, strict=True):
+    assert torch.equal(data.ids[::2], text[::2])
+    for row, plain in zip(data.ids[1::2], text[1::2], strict=True):
         said, again = row[:512].view(2, 4, PASSAGE)
         assert torch.equal(row[512:], plain[512:])
         assert sorted(said.tolist()) == sorted(again.tolist())
         assert torch.equal(said[:3].flatten(), plain[:192])
         assert (said[3] < 128).all()  # letters and digits
-    assert not torch.equal(data.ids[:, :256], data.ids[:, 256:512]), "in another order"
-    assert len({tuple(row[192:256].tolist()) for row in data.ids}) == 4, "other ones in each"
+    assert not torch.equal(data.ids[1::2, :256], data.ids[1::2, 256:512]), "in another order"
+    assert not torch.equal(data.ids[1, 192:256], data.ids[3, 192:256]), "other strings in each"
     short = Sequences.of(text[:, :100], "short")
     assert torch.equal(with_returns(short, Letters()).ids, short.ids)

@@ -5,6 +5,7 @@ only a layer shows is refused by the engine process: `backend.refuse_unsupported
 `refuse_other_layers`.
 """
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
 EXAMPLE = "ExampleConnector"  # vLLM's shared storage
-CONNECTORS = (EXAMPLE, "OffloadingConnector")
+OFFLOADING = "OffloadingConnector"
+UNVERIFIED = "VLLM_OSCAR_UNVERIFIED"  # environment variable: "1" serves what no machine has shown to be right yet
 # the remedy where vLLM would plan pages of one size: it then plans a group of pages of several sizes
 ONE_KIND = (
     "use --disable-hybrid-kv-cache-manager, with which layers that have a sliding window keep all tokens (in INT2)"
@@ -162,7 +164,7 @@ def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
     flag = "--kv-transfer-config" if vllm_config.cache_config.kv_offloading_size is None else "--kv-offloading-size"
     name, given = transfer.kv_connector, transfer.kv_connector_extra_config
     instead = f"leave {flag} out, or use --kv-cache-dtype fp8"
-    refuse(name not in CONNECTORS, f"the KV connector {name} ({flag}): {' and '.join(CONNECTORS)} are served", instead)
+    refuse(name not in (EXAMPLE, OFFLOADING), f"the KV connector {name} ({flag}): {EXAMPLE} is served", instead)
     refuse(not shapes_pages(), f"KV connectors ({flag}) before vLLM 0.29", instead)
     refuse(
         speculative is not None and speculative.method in DRAFTS_WITH_CACHE,
@@ -186,6 +188,11 @@ def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
         "leave offload_prompt_only out",
     )
     refuse(given.get("canonical_layout"), "offloading in vLLM's canonical layout", "leave canonical_layout out")
+    refuse(
+        name == OFFLOADING and os.environ.get(UNVERIFIED) != "1",
+        f"offloading to the host's memory ({flag}) yet: blocks that came back were never compared on a GPU",
+        f"leave {flag} out, or try it with {UNVERIFIED}=1 in the environment",
+    )
 
 
 def refuse_padded_pages(spec: Any) -> None:
