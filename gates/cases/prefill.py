@@ -1,14 +1,13 @@
 """Prefill attention over stored history against the reference: the cases, and how to run one."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from gates.synthetic import Described, fill, free_before_window, turning_mean
 from vllm_oscar import attention
 from vllm_oscar.hot_pool import HotContract
-from vllm_oscar.kernels.history import RestoreTables, plan
+from vllm_oscar.kernels.history import Call, RestoreTables, plan
 from vllm_oscar.kernels.prefill import PrefillWorkspace, prefill
 from vllm_oscar.kernels.prefill import attention as attention_kernel
 from vllm_oscar.kernels.reads import ReadCounter
@@ -81,9 +80,12 @@ def check(case: Case, device: torch.device) -> str:
     scale = size**-0.5
     sinks = (3 + 2 * torch.randn(heads, generator=generator, device=device)).to(case.dtype) if case.sinks else None
 
-    def run(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *rest: Any) -> None:
+    def run(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: Call, out: torch.Tensor, lse: torch.Tensor,
+        scale: float, soft_cap: float, sliding_window: int | None,
+    ) -> None:  # fmt: skip
         assert not keys.isnan().any() and not values.isnan().any(), "rows that nobody filled are handed out"
-        attention_kernel(query, keys, values, *rest)
+        attention_kernel(query, keys, values, call, out, lse, scale, soft_cap, sliding_window)
 
     prefill(
         query, key, value, cache.pages, layout, cache.pool, cache.table, cache.block_table,
