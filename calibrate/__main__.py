@@ -54,6 +54,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--per", choices=("head", "layer"), default="head", help="a transform for each KV head, or for all")
     p.add_argument("--sequences", type=int, default=16, help="at most; fewer where the text is shorter")
     p.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
+    p.add_argument("--returns", action="store_true", help="for models that quote, small ones above all: in every other "
+                   "sequence passages come again, among them strings that mean nothing")  # fmt: skip
     p.add_argument("--seed", type=int, default=0, help="which sequences of the text are taken")
     p.add_argument("--sink", type=int, default=64, help="first tokens that serving keeps in BF16")
     p.add_argument("--window", type=int, default=256, help="last tokens that serving keeps in BF16")
@@ -148,7 +150,7 @@ def run(options: argparse.Namespace) -> Sidecar:
         named = {"trust_remote_code": options.trust_remote_code} if options.tokenizer else checkpoint
         tokenizer = AutoTokenizer.from_pretrained(options.tokenizer or options.model, **named)
     data = sequences(open_corpus(options.data, tokenizer), tokenizer, options.sequences, options.length, options.seed)
-    if recipe.aware:
+    if options.returns:
         data = with_returns(data, tokenizer)
     logger.info("%d sequences of %d tokens from %s, in %.0f s", *data.ids.shape, data.name, time.perf_counter() - start)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)

@@ -179,8 +179,8 @@ def with_returns(data: Sequences, tokenizer: Any) -> Sequences:
     """The second half of every other sequence says again what the first half says: passages of PASSAGE tokens, in
     another order. A quarter of them are numbers, UUIDs and names that mean nothing.
 
-    Long contexts are read by finding passages far behind the window, for which plain text of these lengths has little
-    use: keys calibrated on it keep what the average query looks at, and lose what a match is found by.
+    What finds a passage far behind the window has little to do in plain text of these lengths: keys calibrated on it
+    keep what the average query looks at, and lose some of what a match is found by. docs/quality.md has what it gives.
     """
     ids = data.ids.clone()
     half = ids.shape[1] // 2 // PASSAGE * PASSAGE
@@ -192,7 +192,7 @@ def with_returns(data: Sequences, tokenizer: Any) -> Sequences:
         row[half - strange : half] = torch.tensor(strings, dtype=torch.int64)
         passages = row[:half].view(-1, PASSAGE)
         row[half : 2 * half] = passages[draw.sample(range(len(passages)), len(passages))].flatten()
-    return Sequences.of(ids, data.name)
+    return Sequences.of(ids, f"{data.name}, every other sequence with returns")
 
 
 def _string(draw: random.Random) -> str:
