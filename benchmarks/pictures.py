@@ -59,9 +59,13 @@ def losses(texts: Rows) -> dict[str, tuple[float, float]]:
 
 
 def found(needles: Rows) -> dict[str, tuple[float, float]]:
-    """Bits and the share of needles found, by method."""
+    """Bits and the share of needles found in all runs, by method."""
     rows = [row for row in needles if row["model"] == QUALITY_OF and int(row["length"]) == NEEDLE_LENGTH]
-    return {row["method"]: (float(row["bits"]), int(row["right"]) / int(row["asked"])) for row in rows}
+    counts: dict[str, tuple[float, int, int]] = {}
+    for row in rows:
+        _, right, asked = counts.get(row["method"], (0.0, 0, 0))
+        counts[row["method"]] = (float(row["bits"]), right + int(row["right"]), asked + int(row["asked"]))
+    return {method: (bits, right / asked) for method, (bits, right, asked) in counts.items()}
 
 
 def speeds(rows: Rows) -> dict[str, dict[str, float]]:
