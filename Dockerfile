@@ -2,7 +2,7 @@
 #
 #   docker build --tag vllm-oscar .
 #   docker run --gpus all --ipc host -p 8000:8000 -v ~/.cache:/root/.cache vllm-oscar MODEL
-ARG VLLM_VERSION=v0.26.0
+ARG VLLM_VERSION=v0.33.0
 FROM vllm/vllm-openai:${VLLM_VERSION}
 
 COPY pyproject.toml README.md LICENSE /opt/vllm-oscar/

@@ -26,7 +26,7 @@ install() { uv install "$@"; }
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 if [ "$cpu_vllm" = cuda ]; then
-    install "vllm==0.26.0" # PyPI's, with the torch that it names; the release that ran on GPUs (docs/performance.md)
+    install "vllm==0.33.0" # PyPI's, with the torch that it names; the release that ran on GPUs (docs/performance.md)
 elif ! compgen -G "$site/vllm-*+cpu.dist-info" >/dev/null; then
     # torch's CPU builds are not on PyPI; an index or folder that pip is configured with goes first
     install "torch==$cpu_torch" || install --default-index https://download.pytorch.org/whl/cpu "torch==$cpu_torch"
