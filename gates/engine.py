@@ -295,7 +295,10 @@ def run(setting: Setting, folder: Path, sidecar: Path, eager: bool) -> Verdicts:
         kv_cache_memory_bytes=2 << 30,
         enforce_eager=eager,
         seed=0,
-        additional_config={"oscar": {"sidecar": str(sidecar), **setting.oscar}},
+        additional_config={
+            "oscar": {"sidecar": str(sidecar), **setting.oscar},
+            "gdn_prefill_backend": "triton",  # of linear attention beside ours: not every machine has flashinfer's
+        },
         **options,
     )
     if not setting.weights:
