@@ -152,8 +152,7 @@ def sequences(corpus: Corpus, tokenizer: Any, count: int, length: int, seed: int
         ConfigError: the text does not fill one sequence.
     """
     end = tokenizer.eos_token_id if corpus.separate else None
-    bos = tokenizer.bos_token_id
-    start = [bos] if bos is not None and tokenizer("a").input_ids[:1] == [bos] else []
+    start = _start(tokenizer)
     body = length - len(start)
     wanted = count * body * (CANDIDATES if corpus.shuffle else 1)
     tokens: list[int] = []
@@ -181,18 +180,28 @@ def with_returns(data: Sequences, tokenizer: Any) -> Sequences:
 
     What finds a passage far behind the window has little to do in plain text of these lengths: keys calibrated on it
     keep what the average query looks at, and lose some of what a match is found by. docs/quality.md has what it gives.
+
+    Raises:
+        ConfigError: nothing would return.
     """
+    first = len(_start(tokenizer))  # a second BOS token would be an outlier
+    half = (data.ids.shape[1] - first) // 2 // (4 * PASSAGE) * 4 * PASSAGE
+    if len(data.ids) < 2 or not half:
+        raise ConfigError(f"--returns takes at least --sequences 2 and --length {first + 8 * PASSAGE}")
     ids = data.ids.clone()
-    half = ids.shape[1] // 2 // PASSAGE * PASSAGE
-    for number, row in enumerate(ids[1::2]):
+    for number, row in enumerate(ids[1::2, first:]):
         draw = random.Random(number)
-        strange = half // 4 // PASSAGE * PASSAGE
-        text = "\n".join(_string(draw) for _ in range(strange))
-        strings = tokenizer(text, add_special_tokens=False).input_ids[:strange]
-        row[half - strange : half] = torch.tensor(strings, dtype=torch.int64)
+        strings = tokenizer("\n".join(_string(draw) for _ in range(half // 4)), add_special_tokens=False).input_ids
+        row[half - half // 4 : half] = torch.tensor(strings[: half // 4])
         passages = row[:half].view(-1, PASSAGE)
         row[half : 2 * half] = passages[draw.sample(range(len(passages)), len(passages))].flatten()
     return Sequences.of(ids, f"{data.name}, every other sequence with returns")
+
+
+def _start(tokenizer: Any) -> list[int]:
+    """What the tokenizer starts a text with: a BOS token, or nothing."""
+    bos = tokenizer.bos_token_id
+    return [bos] if bos is not None and tokenizer("a").input_ids[:1] == [bos] else []
 
 
 def _string(draw: random.Random) -> str:

@@ -7,8 +7,8 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-# the last three: every layer's output against the reference, prefix caching, and starts as the README has them, where
-# vLLM chooses what nobody asked for
+# behind the files: every layer's output against the reference, prefix caching, a drafting head, and starts as the README
+# has them, where vLLM chooses what nobody asked for
 tests=(
     tests/unit/test_plugin.py tests/unit/test_seams.py tests/engine/test_startup.py tests/engine/test_capacity.py
     tests/engine/test_contract.py::test_mixed_batch

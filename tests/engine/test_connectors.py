@@ -25,6 +25,12 @@ BLOCK, TOKENS, MOVED = 16, 200, 192  # the last token is computed, with the bloc
 ONES = 0xFF
 
 
+@pytest.fixture(autouse=True)
+def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connectors are refused otherwise."""
+    monkeypatch.setenv("VLLM_OSCAR_UNVERIFIED", "1")
+
+
 @pytest.fixture
 def stored(tiny_model: Callable[..., Path], any_engine: Callable[..., Engine], tmp_path: Path) -> Callable[..., Engine]:
     """An engine of one model with one shared storage, by its sidecar and options."""

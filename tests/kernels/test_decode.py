@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gates.cases.decode import Case, check
+from vllm_oscar.kernels import merge
 from vllm_oscar.kernels.segments import Segments, build_segments, granule, tile_tokens
 from vllm_oscar.page_layout import PageLayout
 
@@ -75,6 +76,14 @@ pytestmark = pytest.mark.kernels
 )
 def test_decode_matches_reference(case: Case) -> None:
     check(case, torch.device("cpu"))
+
+
+def test_few_sequences_are_merged_column_by_column_in_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose one sequence has hundreds of segments; here it has twelve, and rounds of eight."""
+    given = merge.shares(1, 2, 4, 128, 24)
+    assert given == (1, 64, 32, 1)
+    monkeypatch.setattr(merge, "shares", lambda *sizes: (1, 64, 8, 1))
+    check(Case(lengths=(3000,), kv_heads=2, ratio=4, sink=64, window=256), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("sliding_window", [None, 100])

@@ -756,17 +756,26 @@ def test_progress_is_two_lines_where_nobody_watches(caplog: pytest.LogCaptureFix
 
 
 def test_every_other_sequence_says_its_first_half_again() -> None:
-    text = torch.arange(1000, 1000 + 4 * 600).view(4, 600)
-    data = with_returns(Sequences.of(text, "text"), Letters())
+    class WithBos(Letters):
+        bos_token_id = 1
+
+        def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
+            return type("Encoding", (), {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]})
+
+    text = torch.arange(1000, 1000 + 4 * 601).view(4, 601)
+    text[:, 0] = 1
+    data = with_returns(Sequences.of(text, "text"), WithBos())
     assert data.digest != Sequences.of(text, "text").digest
     assert torch.equal(data.ids[::2], text[::2])
-    for row, plain in zip(data.ids[1::2], text[1::2], strict=True):
+    for row, plain in zip(data.ids[1::2, 1:], text[1::2, 1:], strict=True):
         said, again = row[:512].view(2, 4, PASSAGE)
         assert torch.equal(row[512:], plain[512:])
         assert sorted(said.tolist()) == sorted(again.tolist())
         assert torch.equal(said[:3].flatten(), plain[:192])
-        assert (said[3] < 128).all()  # letters and digits
-    assert not torch.equal(data.ids[1::2, :256], data.ids[1::2, 256:512]), "in another order"
-    assert not torch.equal(data.ids[1, 192:256], data.ids[3, 192:256]), "other strings in each"
-    short = Sequences.of(text[:, :100], "short")
-    assert torch.equal(with_returns(short, Letters()).ids, short.ids)
+        assert ((said[3] < 128) & (said[3] > 1)).all()  # letters and digits
+    assert (data.ids[:, 0] == 1).all() and (data.ids[:, 1:] != 1).all()
+    assert not torch.equal(data.ids[1::2, 1:257], data.ids[1::2, 257:513]), "in another order"
+    assert not torch.equal(data.ids[1, 193:257], data.ids[3, 193:257]), "other strings in each"
+    for few in (text[:1], text[:, :512]):
+        with pytest.raises(errors.ConfigError, match="--sequences 2 and --length 513"):
+            with_returns(Sequences.of(few, "few"), WithBos())

@@ -19,7 +19,8 @@ def test_committed_pictures_are_those_of_the_committed_figures(tmp_path: Path) -
 def test_quality_is_drawn_against_what_a_token_takes() -> None:
     texts, needles = pictures.read(pictures.TEXTS), pictures.read(pictures.NEEDLES)
     assert pictures.losses(texts)["kivi"] == (3, 0.0173)
-    assert pictures.found(needles)["bf16"] == (16, (25 + 55) / (32 + 64))
+    assert pictures.found(needles)["bf16"] == (16, 1)
+    assert pictures.found(needles)["oscar auto:2.5"] == (2.5, (23 + 34) / (25 + 40)), "on the same prompts"
     # Qwen2.5-Coder-1.5B: 28 layers of two KV heads of size 128, keys and values of two bytes
     assert pictures.tokens_in_a_gigabyte(16) == pytest.approx(1e9 / (28 * 2 * 2 * 128 * 2))
 

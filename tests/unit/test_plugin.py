@@ -454,9 +454,9 @@ def test_rows_of_others_are_not_wiped_out_by_a_new_blocks_number() -> None:
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    from vllm_oscar.integration.seams import keep_what_lives
+    from vllm_oscar.integration.seams import leave_new_blocks_unzeroed
 
-    keep_what_lives()
+    leave_new_blocks_unzeroed()
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.uint8)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=["layer"])
     for dtype, kept in (("oscar", 4), ("auto", 3)):

@@ -99,6 +99,9 @@ class Model:
         packed = [index in layouts and bool(kind) for index, kind in enumerate(kinds)]
         slot_layout = next(iter(layouts.values()), usual)  # copies are the same for all bits
 
+        if state and "full" not in kinds:
+            raise UnsupportedError("no layer attends to all tokens: there is no cache that grows with the context")
+
         def cache(unit: int, layer: Callable[[int], int]) -> Cache:
             """By the fewest tokens of a block, and the bytes of a token in each layer."""
             bytes_of = Counter[str]()

@@ -14,7 +14,7 @@ from vllm import envs
 from vllm.platforms import current_platform
 
 from vllm_oscar.errors import UnsupportedError
-from vllm_oscar.integration.seams import DTYPE, FIRST_GPU, asks_for_pages, shapes_pages, vllm_version
+from vllm_oscar.integration.seams import DTYPE, FIRST_GPU, UNVERIFIED, asks_for_pages, shapes_pages, vllm_version
 from vllm_oscar.page_layout import BLOCK_SIZES, HEAD_SIZES, is_block_size
 
 if TYPE_CHECKING:
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 BF16 = "use --kv-cache-dtype auto"  # the remedy where another quantized cache would not help either
 EXAMPLE = "ExampleConnector"  # vLLM's shared storage
-OFFLOADING = "OffloadingConnector"
-UNVERIFIED = "VLLM_OSCAR_UNVERIFIED"  # environment variable: "1" serves what no machine has shown to be right yet
+# KV connectors of vLLM that are not served yet, and why
+CONNECTORS = {
+    EXAMPLE: "vLLM files the blocks of a prompt's first step under the whole prompt's name",
+    "OffloadingConnector": "blocks that came back from the host's memory were never compared on a GPU",
+}
 # the remedy where vLLM would plan pages of one size: it then plans a group of pages of several sizes
 ONE_KIND = (
     "use --disable-hybrid-kv-cache-manager, with which layers that have a sliding window keep all tokens (in INT2)"
@@ -81,11 +84,6 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
         "attention layers in 16 bits (--kv-cache-dtype-skip-layers, or a draft's) beside state layers: vLLM would make "
         "INT2 pages as large as theirs",
         "leave them out",
-    )
-    refuse(
-        vllm_config.kv_transfer_config is not None and vllm_config.model_config.is_hybrid,
-        "KV connectors and offloading of hybrid models",
-        "leave --kv-transfer-config out, or use --kv-cache-dtype fp8",
     )
     refuse(
         some_slide and drafts_apart and (skipped or not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager),
@@ -164,7 +162,8 @@ def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
     flag = "--kv-transfer-config" if vllm_config.cache_config.kv_offloading_size is None else "--kv-offloading-size"
     name, given = transfer.kv_connector, transfer.kv_connector_extra_config
     instead = f"leave {flag} out, or use --kv-cache-dtype fp8"
-    refuse(name not in (EXAMPLE, OFFLOADING), f"the KV connector {name} ({flag}): {EXAMPLE} is served", instead)
+    refuse(name not in CONNECTORS or transfer.kv_connector_module_path, f"the KV connector {name} ({flag})", instead)
+    refuse(vllm_config.model_config.is_hybrid, f"KV connectors ({flag}) of hybrid models", instead)
     refuse(not shapes_pages(), f"KV connectors ({flag}) before vLLM 0.29", instead)
     refuse(
         speculative is not None and speculative.method in DRAFTS_WITH_CACHE,
@@ -174,6 +173,11 @@ def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
     refuse(
         name == EXAMPLE and vllm_config.parallel_config.world_size > 1,
         f"{name} on several GPUs ({flag}): all of them would write the same files",
+        instead,
+    )
+    refuse(
+        name == EXAMPLE and vllm_config.lora_config is not None,
+        f"{name} with adapters ({flag}): it knows blocks by their tokens alone",
         instead,
     )
     refuse(
@@ -189,8 +193,8 @@ def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
     )
     refuse(given.get("canonical_layout"), "offloading in vLLM's canonical layout", "leave canonical_layout out")
     refuse(
-        name == OFFLOADING and os.environ.get(UNVERIFIED) != "1",
-        f"offloading to the host's memory ({flag}) yet: blocks that came back were never compared on a GPU",
+        os.environ.get(UNVERIFIED) != "1",
+        f"the KV connector {name} ({flag}) yet: {CONNECTORS[name]}",
         f"leave {flag} out, or try it with {UNVERIFIED}=1 in the environment",
     )
 

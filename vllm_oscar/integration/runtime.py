@@ -39,7 +39,7 @@ from vllm_oscar.integration.refusal import (
     refuse_pages_of_several_sizes,
     refuse_unsupported_engine,
 )
-from vllm_oscar.integration.seams import asks_for_pages, keep_what_lives
+from vllm_oscar.integration.seams import asks_for_pages, leave_new_blocks_unzeroed
 from vllm_oscar.page_layout import PageLayout
 from vllm_oscar.sidecar import LayerCalibration, ModelFingerprint, Sidecar, find_sidecar
 
@@ -85,7 +85,7 @@ class OscarRuntime:
     def __init__(self, vllm_config: "VllmConfig") -> None:
         self.config, self.sidecar, path = asked_for(vllm_config, rank_heads)
         if current_platform.is_cpu() and vllm_config.model_config.is_hybrid:
-            keep_what_lives()
+            leave_new_blocks_unzeroed()
         self.vllm_config = vllm_config
         choose_block_size(vllm_config.cache_config, self.sidecar.layouts(64))
         # vLLM's own number becomes that of the smallest blocks later, where layers in 16 bits have smaller ones, and
@@ -462,8 +462,8 @@ def tell_apart(vllm_config: "VllmConfig", options: OscarConfig, digest: str) -> 
 
 
 def keep_stores_apart(vllm_config: "VllmConfig", digest: str) -> None:
-    """Give a connector's files a folder for each calibration and size of blocks: it names them by tokens and layer
-    alone. Engines that differ in either, or have 16-bit pages, never exchange a block.
+    """Give a connector's files a folder for each model, calibration and size of blocks: it names them by tokens and
+    layer alone. Engines that differ in any, or have 16-bit pages, never exchange a block.
 
     Args:
         digest: of the sidecar
@@ -473,7 +473,9 @@ def keep_stores_apart(vllm_config: "VllmConfig", digest: str) -> None:
         return
     # a size that nobody chose depends on the platform, the sidecar and the layers in 16 bits
     block_size = cache.block_size if cache.user_specified_block_size else current_platform.device_name
-    identity = [digest, block_size, sorted(cache.kv_cache_dtype_skip_layers), str(vllm_config.model_config.dtype)]
+    model = vllm_config.model_config
+    weights = [model.model, model.revision, model.quantization, str(model.dtype)]
+    identity = [__version__, *weights, digest, block_size, sorted(cache.kv_cache_dtype_skip_layers)]
     name = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
     own = copy.copy(transfer)  # several engines may have been given one
     root = own.get_from_extra_config("shared_storage_path", "/tmp")  # vLLM's default

@@ -33,7 +33,8 @@ from vllm_oscar.errors import VllmVersionError
 logger = logging.getLogger("vllm.oscar")
 
 DTYPE = "oscar"
-VARIABLES = (config.ENVIRONMENT_VARIABLE, audit.ENVIRONMENT_VARIABLE)
+UNVERIFIED = "VLLM_OSCAR_UNVERIFIED"  # "1" serves what no machine has shown to be right yet
+VARIABLES = (config.ENVIRONMENT_VARIABLE, audit.ENVIRONMENT_VARIABLE, UNVERIFIED)  # that vLLM is told to know
 BACKEND = "vllm_oscar.integration.backend.OscarBackend"
 FIRST_GPU = (8, 0)  # compute capability: tensor cores for BF16
 # requests at a time, unless the user says how many; fewer on GPUs with less memory than vLLM calls large
@@ -294,7 +295,7 @@ def warm_up_with(callback: Callable[[Any], None]) -> None:
     gpu_worker.kernel_warmup = kernel_warmup
 
 
-def keep_what_lives() -> None:
+def leave_new_blocks_unzeroed() -> None:
     """Beside state layers vLLM fills new blocks of attention layers with zeros. On its CPU platform, model runner V1
     takes their numbers for those of kernel blocks, and would wipe out rows of others. Ours are not read before they
     are written: they need no zeros.
