@@ -63,6 +63,7 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     (LLAMA | {"rswa_window": 64}, f"windows beside a reference (RSWA){AUTO}"),
     (LLAMA | {"head_dim": 72}, f"head size 72 (supported: 64, 80, 96, 128, 192, 256){FP8}"),
 ]
+EXAMPLE = "vllm.distributed.kv_transfer.kv_connector.v1.example_connector"
 CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
@@ -93,7 +94,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
         "ExampleConnector on several GPUs (--kv-transfer-config): all of them would write the same files",
     ),
     (
-        {"kv_transfer_config": CONNECTOR | {"kv_connector_module_path": "elsewhere"}},
+        {"kv_transfer_config": CONNECTOR | {"kv_connector_module_path": EXAMPLE}},
         "the KV connector ExampleConnector (--kv-transfer-config); leave --kv-transfer-config out",
     ),
     (
@@ -171,7 +172,7 @@ def test_options(written: Callable[..., Path], options: dict[str, Any], says: st
 def test_another_way_to_offload(written: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused is the flag that was given, not the one that vLLM makes of it."""
     monkeypatch.setenv("VLLM_USE_SIMPLE_KV_OFFLOAD", "1")
-    says = r"SimpleCPUOffloadConnector \(--kv-offloading-size\): ; leave --kv-offloading-size out"
+    says = r"SimpleCPUOffloadConnector \(--kv-offloading-size\); leave --kv-offloading-size out"
     with pytest.raises(UnsupportedError, match=says):
         configured(written(LLAMA), kv_offloading_size=1)
 
