@@ -15,7 +15,9 @@ def check(monkeypatch: pytest.MonkeyPatch, length: int, asked: int, sliding_wind
     layer = Some(layout=PageLayout(64, 16), num_kv_heads=3, owns_cache=True, sliding_window=sliding_window)
     monkeypatch.setattr(runtime, "oscar_impls", lambda config: [layer] * 30)
     cache = Some(num_gpu_blocks_override=None)
-    config = Some(model_config=Some(max_model_len=length, original_max_model_len=asked), cache_config=cache)
+    config = Some(
+        model_config=Some(max_model_len=length, original_max_model_len=asked, is_hybrid=False), cache_config=cache
+    )
     made = Some(vllm_config=config, config=OscarConfig(pool_share=0.7), block_size=16, pool_bytes=3_100_000)
     runtime.OscarRuntime._check_length(made, 4_700_000)  # type: ignore[arg-type]
 
