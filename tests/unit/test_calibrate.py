@@ -624,6 +624,14 @@ class Letters:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
 
+class WithBos(Letters):
+    bos_token_id = 1
+
+    def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
+        ids = [1] * add_special_tokens + [ord(letter) for letter in text]
+        return type("Encoding", (), {"input_ids": ids})
+
+
 def read(path: Path, length: int = 4) -> str:
     data = sequences(replace(open_corpus(str(path), Letters()), shuffle=False), Letters(), 99, length, 0)
     return "".join(map(chr, data.ids.flatten().tolist()))
@@ -686,13 +694,6 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sequences_are_drawn_by_seed_and_start_with_bos() -> None:
-    class WithBos(Letters):
-        bos_token_id = 1
-
-        def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
-            ids = [1] * add_special_tokens + [ord(letter) for letter in text]
-            return type("Encoding", (), {"input_ids": ids})
-
     text = "".join(map(chr, range(100, 400)))
     draw: Callable[[int, bool], Sequences] = lambda seed, shuffle: sequences(  # noqa: E731
         Corpus("c", [text], separate=False, shuffle=shuffle), WithBos(), 5, 11, seed
@@ -756,12 +757,6 @@ def test_progress_is_two_lines_where_nobody_watches(caplog: pytest.LogCaptureFix
 
 
 def test_every_other_sequence_says_its_first_half_again() -> None:
-    class WithBos(Letters):
-        bos_token_id = 1
-
-        def __call__(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
-            return type("Encoding", (), {"input_ids": [1] * add_special_tokens + [ord(letter) for letter in text]})
-
     text = torch.arange(1000, 1000 + 4 * 601).view(4, 601)
     text[:, 0] = 1
     data = with_returns(Sequences.of(text, "text"), WithBos())

@@ -74,8 +74,7 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     refuse(chosen is not None, f"another attention backend ({getattr(chosen, 'name', '')})", "leave it out")
     refuse(attention.use_non_causal, "non-causal attention")
     refuse_unsupported_drafts(vllm_config)
-    speculative = vllm_config.speculative_config
-    drafts_apart = speculative is not None and speculative.method in DRAFTS_WITH_CACHE
+    drafts_apart = drafts_have_layers(vllm_config)
     skipped = vllm_config.cache_config.kv_cache_dtype_skip_layers
     # vLLM pads all pages to the largest where layers differ in kind as well: nothing would be saved
     some_slide = len(set(_layer_types(vllm_config))) > 1
@@ -127,6 +126,12 @@ def refuse_unsupported_engine(vllm_config: "VllmConfig") -> None:
     refuse_unsupported_connectors(vllm_config)
 
 
+def drafts_have_layers(vllm_config: "VllmConfig") -> bool:
+    """Whether drafts have keys and values of their own, which stay in 16 bits beside the target's pages."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in DRAFTS_WITH_CACHE
+
+
 def refuse_unsupported_drafts(vllm_config: "VllmConfig") -> None:
     """Drafts whose keys and values would be ours, or are the target's."""
     speculative = vllm_config.speculative_config
@@ -138,7 +143,7 @@ def refuse_unsupported_drafts(vllm_config: "VllmConfig") -> None:
     refuse(method in ("dflash", "dspark"), f"drafts of whole blocks (speculative method {method!r}) yet", instead)
     refuse(method not in served, f"speculative method {method!r}: it may write rows of its own into our pages", instead)
     refuse(
-        method in DRAFTS_WITH_CACHE and speculative.kv_cache_dtype in (None, DTYPE),
+        drafts_have_layers(vllm_config) and speculative.kv_cache_dtype in (None, DTYPE),
         f"drafts (speculative method {method!r}) in its own pages: no sidecar describes their layers",
         'put "kv_cache_dtype": "auto" into --speculative-config',
     )
@@ -156,7 +161,7 @@ def refuse_unsupported_drafts(vllm_config: "VllmConfig") -> None:
 
 def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
     """KV connectors that could hand a block to an engine that reads it in another way, or that were never tried."""
-    transfer, speculative = vllm_config.kv_transfer_config, vllm_config.speculative_config
+    transfer = vllm_config.kv_transfer_config
     if transfer is None:
         return
     flag = "--kv-transfer-config" if vllm_config.cache_config.kv_offloading_size is None else "--kv-offloading-size"
@@ -166,7 +171,7 @@ def refuse_unsupported_connectors(vllm_config: "VllmConfig") -> None:
     refuse(vllm_config.model_config.is_hybrid, f"KV connectors ({flag}) of hybrid models", instead)
     refuse(not shapes_pages(), f"KV connectors ({flag}) before vLLM 0.29", instead)
     refuse(
-        speculative is not None and speculative.method in DRAFTS_WITH_CACHE,
+        drafts_have_layers(vllm_config),
         f"KV connectors ({flag}) with drafts that have layers of their own, yet",
         f'leave {flag} out, or use {{"method": "ngram"}} in --speculative-config',
     )

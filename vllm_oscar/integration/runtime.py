@@ -33,8 +33,8 @@ from vllm_oscar.integration.backend import OscarBackend
 from vllm_oscar.integration.calibration import calibrate_missing
 from vllm_oscar.integration.metrics import Publisher
 from vllm_oscar.integration.refusal import (
-    DRAFTS_WITH_CACHE,
     EXAMPLE,
+    drafts_have_layers,
     refuse_other_layers,
     refuse_pages_of_several_sizes,
     refuse_unsupported_engine,
@@ -440,7 +440,7 @@ def keep_drafts_in_16_bits(vllm_config: "VllmConfig") -> None:
     """Give a draft's own layers the dtype "auto", unless the user chose one: else they would inherit ours, for which
     no sidecar has their calibration."""
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.method not in DRAFTS_WITH_CACHE or speculative.kv_cache_dtype is not None:
+    if not drafts_have_layers(vllm_config) or speculative.kv_cache_dtype is not None:
         return
     speculative.kv_cache_dtype = "auto"
     logger.info(
